@@ -1,0 +1,81 @@
+"""What both ends of a gRPC channel must agree on: protocol version, message size, and the cluster token.
+
+Every call between services carries the cluster token as metadata. A server that knows a token refuses calls without it;
+a server without one may only listen on loopback (`require_token_beyond_loopback`).
+"""
+
+import hmac
+import ipaddress
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+
+PROTOCOL_VERSION = 1
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+TOKEN_METADATA_KEY = "quire-cluster-token"
+
+# gRPC's keepalive pings stay off (frequent ones are answered with GOAWAY): the streams carry their own signs of life.
+CHANNEL_OPTIONS: Sequence[tuple[str, Any]] = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+)
+
+
+def token_metadata(token: str) -> tuple[tuple[str, str], ...]:
+    """Return the metadata that a client sends with every call; empty without a token."""
+    return ((TOKEN_METADATA_KEY, token),) if token else ()
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a server on `host` can be reached from this machine alone."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+class MissingTokenError(Exception):
+    """A service would listen beyond loopback without a cluster token."""
+
+
+def require_token_beyond_loopback(host: str, token: str) -> None:
+    """Raise MissingTokenError when a service on `host` would accept calls from anybody."""
+    if not token and not is_loopback(host):
+        raise MissingTokenError(
+            f"--host {host} listens beyond this machine: set a cluster token (--cluster-token or QUIRE_CLUSTER_TOKEN)"
+        )
+
+
+class TokenInterceptor(grpc.aio.ServerInterceptor):
+    """Refuses calls that do not carry the cluster token (UNAUTHENTICATED)."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token.encode()
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        """Return the method's own handler, or one of the same kind that refuses."""
+        handler = await continuation(handler_call_details)
+        sent = dict(handler_call_details.invocation_metadata or ()).get(TOKEN_METADATA_KEY, "")
+        if handler is None or not self._token or hmac.compare_digest(sent.encode(), self._token):
+            return handler
+        make_handler = _HANDLER_MAKERS[handler.request_streaming, handler.response_streaming]
+        return make_handler(_refuse)
+
+
+async def _refuse(_request: Any, context: Any) -> None:
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the cluster token is missing or wrong")
+
+
+# By (request is a stream, response is a stream).
+_HANDLER_MAKERS: dict[tuple[bool, bool], Any] = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, False): grpc.stream_unary_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}

@@ -1,0 +1,290 @@
+"""The core's values: what goes into it (requests, step results) and what comes out (step plans, token runs).
+
+They mirror `protos/` without importing it. What the core never looks at (sampling parameters, logprobs) passes through as
+an opaque object. Times are milliseconds of the scheduler's own monotonic clock, handed in as arguments.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NewType, Protocol
+
+from protos.block_hash import BlockHash
+
+RequestId = NewType("RequestId", str)
+LaneId = NewType("LaneId", str)  # a worker's instance_id
+SeqId = NewType("SeqId", int)  # never used twice
+StepId = NewType("StepId", int)  # 1, 2, 3 ... within a lane
+BlockId = NewType("BlockId", int)  # slab_idx * 256 + place in the slab
+Entry = NewType("Entry", int)  # block_id * 8 + format code
+
+TokenIds = Sequence[int]
+Opaque = object  # handed through unread
+
+
+class FinishReason(Enum):
+    """Why a sequence ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class ErrorCode(Enum):
+    """What kind of failure an error is."""
+
+    INVALID_ARGUMENT = "invalid_argument"
+    RESOURCE_EXHAUSTED = "resource_exhausted"
+    UNAVAILABLE = "unavailable"
+    DEADLINE_EXCEEDED = "deadline_exceeded"
+    INTERNAL = "internal"
+
+
+class SchedulerError(Exception):
+    """A request cannot be served; `param` names the request parameter at fault, where one is."""
+
+    def __init__(self, code: ErrorCode, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code, self.message, self.param = code, message, param
+
+
+# ---- in
+
+
+@dataclass(frozen=True, slots=True)
+class EndingRules:
+    """When the scheduler ends a sequence. `stop_token_ids` holds the end-of-sequence tokens too, unless ignored."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """What a gateway already has of one sequence of a request that it submits again."""
+
+    token_ids: TokenIds
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A client's request: one prompt, n sequences."""
+
+    request_id: RequestId
+    prompt_token_ids: TokenIds
+    ending: EndingRules
+    sampling: Opaque  # for the worker
+    cache_root: BlockHash  # protos.block_hash.root_hash: only requests with the same root share blocks
+    n: int = 1
+    tenant: str = ""
+    priority: int = 0  # lower runs first
+    deadline_ms: int | None = None
+    skip_cache_read: bool = False
+    delivered: dict[int, Delivered] = field(default_factory=dict)  # by sequence index
+
+
+@dataclass(frozen=True, slots=True)
+class LaneSpec:
+    """What a worker offers."""
+
+    num_blocks: int  # native blocks of the arena
+    blocks_per_slab: int  # native
+    block_size: int  # tokens
+    max_num_seqs: int  # rows
+    max_num_batched_tokens: int  # tokens a step
+
+
+class StepStatus(Enum):
+    """How a step went."""
+
+    OK = "ok"
+    FAILED = "failed"
+    SKIPPED = "skipped"
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRow:
+    """Tokens that a row sampled."""
+
+    seq_id: SeqId
+    seq_epoch: int
+    token_ids: TokenIds
+    logprobs: Sequence[Opaque] = ()  # parallel to token_ids, where asked for
+
+
+@dataclass(frozen=True, slots=True)
+class FailedRow:
+    """A row that the worker could not compute; it skips the row until it is sent anew."""
+
+    seq_id: SeqId
+    seq_epoch: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """A worker's answer to a step plan."""
+
+    step_id: StepId
+    status: StepStatus = StepStatus.OK
+    error: str = ""
+    sampled: Sequence[SampledRow] = ()
+    failed_rows: Sequence[FailedRow] = ()
+    step_ms: float = 0.0
+
+
+# ---- out: step plans
+
+
+@dataclass(frozen=True, slots=True)
+class NewRow:
+    """A row that the worker does not have."""
+
+    seq_id: SeqId
+    seq_epoch: int
+    token_ids: TokenIds  # prompt, then known output tokens
+    num_prompt_tokens: int
+    entries: Sequence[Entry]
+    num_computed_tokens: int
+    num_scheduled_tokens: int
+    sequence_idx: int
+    sampling: Opaque
+
+
+@dataclass(frozen=True, slots=True)
+class ResumedRow:
+    """A preempted row that goes on where the worker still has its tokens; `entries` replaces its table."""
+
+    seq_id: SeqId
+    seq_epoch: int
+    num_tokens: int  # what the worker has beyond these is dropped
+    entries: Sequence[Entry]
+    num_computed_tokens: int
+    num_scheduled_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ContinuedRow:
+    """A row that goes on: tokens of this step, and entries appended to its table."""
+
+    seq_id: SeqId
+    num_scheduled_tokens: int
+    new_entries: Sequence[Entry] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EntryPatch:
+    """A change in the middle of a row's block table."""
+
+    seq_id: SeqId
+    block_idx: int
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """A full block whose contents are known by their hash."""
+
+    entry: Entry
+    block_hash: BlockHash
+    recipe_version: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BlockOps:
+    """Operations that run before the step's forward. No place is written by two of them or read by one and written."""
+
+    zero: Sequence[Entry] = ()
+    copy: Sequence[tuple[Entry, Entry]] = ()  # (source, destination)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step of one lane: only what changed since the step before."""
+
+    step_id: StepId
+    restart: bool
+    finished_seq_ids: Sequence[SeqId]
+    resumed_rows: Sequence[ResumedRow]
+    new_rows: Sequence[NewRow]
+    continued_rows: Sequence[ContinuedRow]
+    patches: Sequence[EntryPatch]
+    seals: Sequence[Seal]
+    ops: BlockOps
+
+
+# ---- out: what clients get
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """A request's token counts; `num_cached_tokens` is that of the first attempt."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRun:
+    """New output tokens of one sequence. Exactly one run of a sequence has a finish reason."""
+
+    request_id: RequestId
+    index: int
+    first_token_idx: int
+    token_ids: TokenIds = ()
+    logprobs: Sequence[Opaque] = ()
+    finish_reason: FinishReason | None = None
+    error: SchedulerError | None = None
+    usage: Usage | None = None
+
+
+# ---- seams and figures
+
+
+class PrefixIndex(Protocol):
+    """Which lanes hold which blocks. What it says is a hint: the lane's own tables decide."""
+
+    def publish(self, lane_id: LaneId, block_hashes: Sequence[BlockHash]) -> None:
+        """Record that the lane holds these blocks."""
+
+    def withdraw(self, lane_id: LaneId, block_hashes: Sequence[BlockHash]) -> None:
+        """Record that the lane holds these blocks no more; unknown ones are ignored."""
+
+    def drop_lane(self, lane_id: LaneId) -> None:
+        """Forget all that was said of the lane."""
+
+    def longest_prefix(self, block_hashes: Sequence[BlockHash]) -> dict[LaneId, int]:
+        """Return, for each lane that holds the first hash, how many of the hashes it holds from the first on."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the scheduler's start."""
+
+    prefix_cache_queries: int = 0  # prompt tokens looked up
+    prefix_cache_hits: int = 0  # prompt tokens found
+    preemptions: int = 0
+    prompt_tokens: int = 0  # computed
+    output_tokens: int = 0
+    steps: int = 0
+    evicted_blocks: int = 0
+    worker_losses: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LaneStats:
+    """A lane as it is now, in native blocks and token slots."""
+
+    lane_id: LaneId
+    num_running_seqs: int
+    num_blocks: int
+    num_free_blocks: int  # neither referenced nor cached
+    num_cached_blocks: int  # cached, referenced by nobody
+    num_quarantined_blocks: int
+    num_allocated_slots: int  # of decoding rows
+    num_used_slots: int
+    num_steps_in_flight: int
