@@ -183,7 +183,7 @@ class StepRequest(_message.Message):
     step_id: _builtins.int
     """1, 2, 3 ... within the epoch"""
     restart: _builtins.bool
-    """ends the state in which, after the failure of a whole step, steps are skipped"""
+    """forget all rows first, and end the state in which steps are skipped"""
     @_builtins.property
     def finished_seq_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """rows to forget"""

@@ -1,13 +1,16 @@
 """The core's values: what goes into it (requests, step results) and what comes out (step plans, token runs).
 
-They mirror `protos/` without importing it. What the core never looks at (sampling parameters, logprobs) passes through as
-an opaque object. Times are milliseconds of the scheduler's own monotonic clock, handed in as arguments.
+They mirror `protos/` without importing it. What the core never looks at (sampling parameters, logprobs) passes through
+as an opaque object. Times are milliseconds of the scheduler's own monotonic clock, handed in as arguments.
+
+Values are frozen dataclasses; the three that every row makes at every step (ContinuedRow, SampledRow, TokenRun) are
+named tuples, which cost a third of the time to make.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NewType, Protocol
+from typing import NamedTuple, NewType, Protocol
 
 from protos.block_hash import BlockHash
 
@@ -95,6 +98,7 @@ class LaneSpec:
     block_size: int  # tokens
     max_num_seqs: int  # rows
     max_num_batched_tokens: int  # tokens a step
+    max_model_len: int  # tokens, prompt and output together
 
 
 class StepStatus(Enum):
@@ -105,8 +109,7 @@ class StepStatus(Enum):
     SKIPPED = "skipped"
 
 
-@dataclass(frozen=True, slots=True)
-class SampledRow:
+class SampledRow(NamedTuple):
     """Tokens that a row sampled."""
 
     seq_id: SeqId
@@ -166,8 +169,7 @@ class ResumedRow:
     num_scheduled_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class ContinuedRow:
+class ContinuedRow(NamedTuple):
     """A row that goes on: tokens of this step, and entries appended to its table."""
 
     seq_id: SeqId
@@ -228,12 +230,11 @@ class Usage:
     num_output_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class TokenRun:
+class TokenRun(NamedTuple):
     """New output tokens of one sequence. Exactly one run of a sequence has a finish reason."""
 
     request_id: RequestId
-    index: int
+    sequence_idx: int
     first_token_idx: int
     token_ids: TokenIds = ()
     logprobs: Sequence[Opaque] = ()

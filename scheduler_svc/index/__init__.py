@@ -1,0 +1,1 @@
+"""Implementations of core.types.PrefixIndex: which lanes hold which blocks."""

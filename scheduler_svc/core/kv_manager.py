@@ -1,0 +1,170 @@
+"""The block tables of one lane: prefix hits, reservations, growth, copy-on-write, sealing.
+
+Sequences get blocks as their tokens come; what a prompt will still need is reserved when it is admitted, so that two
+half-computed prompts never wait for each other's blocks:
+
+    num_available = blank + cached and unreferenced >= num_reserved_blocks, always
+
+A block is written only while one sequence references it and it has no hash: the first write to a shared or sealed tail
+block goes to a copy.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from protos.block_hash import BlockHash
+from scheduler_svc.core.block_pool import Block, BlockPool
+from scheduler_svc.core.sequence import Seq
+from scheduler_svc.core.types import Entry, Seal, StepId
+
+
+@dataclass(slots=True)
+class Growth:
+    """What one step's tokens ask of a sequence's table."""
+
+    new_entries: Sequence[Entry] = ()
+    zero: Sequence[Entry] = ()  # new blocks that the step does not fill
+    copied: tuple[int, Block, Block] | None = None  # (position in the table, shared block, its copy)
+
+
+@dataclass(slots=True)
+class KVManager:
+    """Block tables over one lane's pool. It changes the sequences' tables and nothing else of them."""
+
+    pool: BlockPool
+    block_size: int
+    enable_prefix_caching: bool
+    num_reserved_blocks: int = 0
+    new_seals: list[Seal] = field(default_factory=list)  # for the worker; the owner takes and clears them
+    new_hashes: list[BlockHash] = field(default_factory=list)  # for the index; likewise
+    _computing: dict[BlockHash, Seq] = field(default_factory=dict)  # prompt blocks that a running sequence will seal
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Return how many blocks hold `num_tokens`."""
+        return -(-num_tokens // self.block_size)
+
+    def cached_prefix(self, seq: Seq) -> list[Block]:
+        """Return the sealed blocks that `seq` can start with. One token at least is left to compute."""
+        if not self.enable_prefix_caching or seq.job.request.skip_cache_read:
+            return []
+        hits: list[Block] = []
+        most = (len(seq.token_ids) - 1) // self.block_size
+        for block_hash in seq.block_hashes(self.block_size)[:most]:
+            block = self.pool.find(block_hash)
+            if block is None:
+                break
+            hits.append(block)
+        return hits
+
+    def awaits_prefix(self, seq: Seq, num_hits: int) -> bool:
+        """Return whether another sequence is about to seal the block that `seq` would compute first."""
+        if not self.enable_prefix_caching or seq.job.request.skip_cache_read:
+            return False
+        hashes = seq.block_hashes(self.block_size)
+        return num_hits < (len(seq.token_ids) - 1) // self.block_size and hashes[num_hits] in self._computing
+
+    def can_admit(self, seq: Seq, hits: Sequence[Block], watermark_blocks: int) -> bool:
+        """Return whether all known tokens of `seq` fit beside what is reserved, with `watermark_blocks` to spare."""
+        num_idle_hits = sum(map(self.pool.is_idle, hits))
+        num_new = self.num_blocks_for(len(seq.token_ids)) - len(hits)
+        return self.pool.num_available - self.num_reserved_blocks - num_idle_hits - num_new >= watermark_blocks
+
+    def admit(self, seq: Seq, hits: Sequence[Block]) -> None:
+        """Give `seq` its hits, touched before anything else is allocated, and reserve the rest of its known tokens."""
+        self.pool.touch(hits)
+        seq.table = list(hits)
+        seq.num_sealed_blocks = len(hits)
+        seq.num_computed_tokens = seq.num_committed_tokens = len(hits) * self.block_size
+        seq.num_reserved_blocks = self.num_blocks_for(len(seq.token_ids)) - len(hits)
+        self.num_reserved_blocks += seq.num_reserved_blocks
+        if self.enable_prefix_caching:
+            for block_hash in seq.block_hashes(self.block_size)[len(hits) :]:
+                self._computing.setdefault(block_hash, seq)
+
+    def num_missing_blocks(self, seq: Seq, num_tokens: int) -> int:
+        """Return how many blocks the next `num_tokens` of `seq` need."""
+        num_new = self.num_blocks_for(seq.num_computed_tokens + num_tokens) - len(seq.table)
+        return num_new + (self._shared_tail(seq) is not None)
+
+    def grow(self, seq: Seq, num_tokens: int) -> Growth | None:
+        """Make room for the next `num_tokens` of `seq`; None, with nothing changed, when blocks are short.
+
+        A copied block keeps its reference to the shared one: release that once the step is planned.
+        """
+        num_missing = self.num_missing_blocks(seq, num_tokens)
+        if self.pool.num_available - self.num_reserved_blocks + seq.num_reserved_blocks < num_missing:
+            return None
+        growth = Growth()
+        shared = self._shared_tail(seq)
+        if shared is not None:
+            block_idx, num_missing = seq.num_computed_tokens // self.block_size, num_missing - 1
+            seq.table[block_idx] = self._take_block(seq)
+            growth.copied = (block_idx, shared, seq.table[block_idx])
+        new_blocks = [self._take_block(seq) for _ in range(num_missing)]
+        seq.table += new_blocks
+        growth.new_entries = [block.entry for block in new_blocks]
+        if new_blocks and (seq.num_computed_tokens + num_tokens) % self.block_size:
+            growth.zero = growth.new_entries[-1:]
+        return growth
+
+    def fork(self, parent: Seq, child: Seq) -> None:
+        """Share the parent's blocks with `child`, which computes the last known token of both again.
+
+        A block that would hold that token alone is left out: there is nothing in it to share.
+        """
+        num_computed = len(child.token_ids) - 1
+        child.table = parent.table[: self.num_blocks_for(num_computed)]
+        self.pool.touch(child.table)
+        child.num_computed_tokens = child.num_committed_tokens = num_computed
+
+    def commit(self, seq: Seq, num_tokens: int) -> None:
+        """Record that the KV of the first `num_tokens` is computed, and seal the blocks that became full."""
+        seq.num_committed_tokens = num_tokens
+        num_full = num_tokens // self.block_size
+        if not self.enable_prefix_caching or seq.num_sealed_blocks >= num_full:
+            return
+        hashes = seq.block_hashes(self.block_size)
+        for block_idx in range(seq.num_sealed_blocks, num_full):
+            block, block_hash = seq.table[block_idx], hashes[block_idx]
+            if block.block_hash is None:  # else a fork sealed it
+                if self.pool.seal(block, block_hash):
+                    self.new_hashes.append(block_hash)
+                self.new_seals.append(Seal(block.entry, block_hash))
+            self._stop_computing(block_hash, seq)
+        seq.num_sealed_blocks = num_full
+
+    def release(self, seq: Seq, last_step_id: StepId | None) -> None:
+        """Give back all that `seq` holds, the tail first; see BlockPool.release for `last_step_id`."""
+        self.pool.release(reversed(seq.table), last_step_id)
+        self.num_reserved_blocks -= seq.num_reserved_blocks
+        if self.enable_prefix_caching:
+            for block_hash in seq.block_hashes(self.block_size)[seq.num_sealed_blocks :]:
+                self._stop_computing(block_hash, seq)
+
+    def _shared_tail(self, seq: Seq) -> Block | None:
+        """Return the block that the next token would be written to, if it must not be written."""
+        block_idx = seq.num_computed_tokens // self.block_size
+        if block_idx >= len(seq.table):
+            return None
+        block = seq.table[block_idx]
+        return block if block.ref_cnt > 1 or block.block_hash is not None else None
+
+    def _take_block(self, seq: Seq) -> Block:
+        if seq.num_reserved_blocks:
+            seq.num_reserved_blocks -= 1
+            self.num_reserved_blocks -= 1
+        return self.pool.allocate()
+
+    def _stop_computing(self, block_hash: BlockHash, seq: Seq) -> None:
+        if self._computing.get(block_hash) is seq:
+            del self._computing[block_hash]
+
+    def check_integrity(self, seqs: Sequence[Seq], pending_copies: Sequence[Block]) -> None:
+        """Raise AssertionError unless pool, tables and reservations agree. `seqs`: all rows of the lane."""
+        self.pool.check_integrity([*(seq.table for seq in seqs), pending_copies])
+        assert self.num_reserved_blocks == sum(seq.num_reserved_blocks for seq in seqs)
+        assert self.pool.num_available >= self.num_reserved_blocks, "promised more than there is"
+        assert set(self._computing.values()) <= set(seqs), "a block is computed by nobody"
+        for seq in seqs:
+            assert len(seq.table) >= self.num_blocks_for(seq.num_computed_tokens), "tokens without a block"
+            assert seq.num_committed_tokens <= seq.num_computed_tokens

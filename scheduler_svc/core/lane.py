@@ -1,0 +1,225 @@
+"""A lane: the scheduler's state for one worker, and the step that is being put together for it."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from scheduler_svc.core.block_pool import Block
+from scheduler_svc.core.kv_manager import Growth, KVManager
+from scheduler_svc.core.sequence import Seq
+from scheduler_svc.core.types import (
+    BlockOps,
+    ContinuedRow,
+    Entry,
+    EntryPatch,
+    LaneId,
+    LaneStats,
+    NewRow,
+    ResumedRow,
+    SeqId,
+    StepId,
+    StepPlan,
+)
+
+MAX_STEPS_IN_FLIGHT = 2
+_NO_STEP = StepId(0)
+
+
+class PlannedRow(NamedTuple):
+    """A row of a planned step, as it will be when the step has run."""
+
+    seq: Seq
+    seq_epoch: int
+    num_scheduled_tokens: int
+    new_entries: Sequence[Entry]
+    num_computed_tokens: int  # after the step
+
+
+@dataclass(slots=True)
+class Draft:
+    """A step being planned. Rows can leave it again, with their operations, until it is done."""
+
+    budget_tokens: int
+    rows: list[PlannedRow] = field(default_factory=list)
+    growths: dict[SeqId, Growth] = field(default_factory=dict)  # only of rows whose table asks for operations
+    preempted: set[SeqId] = field(default_factory=set)
+
+    def add_row(self, seq: Seq, num_tokens: int, growth: Growth) -> None:
+        """Add the next `num_tokens` of `seq`, which from now on count as computed."""
+        seq.num_computed_tokens += num_tokens
+        self.budget_tokens -= num_tokens
+        if growth.zero or growth.copied:
+            self.growths[seq.seq_id] = growth
+        self.rows.append(PlannedRow(seq, seq.seq_epoch, num_tokens, growth.new_entries, seq.num_computed_tokens))
+
+    def add_decode(self, seq: Seq) -> None:
+        """Add one token of `seq` that asks nothing of its table: `add_row` for the many rows of every step."""
+        seq.num_computed_tokens += 1
+        seq.num_in_flight_tokens += 1
+        self.budget_tokens -= 1
+        self.rows.append(PlannedRow(seq, seq.seq_epoch, 1, (), seq.num_computed_tokens))
+
+    def remove_row(self, seq: Seq) -> list[Block]:
+        """Take `seq` out, if it is in, and return the shared blocks whose copies are off."""
+        self.budget_tokens += sum(row.num_scheduled_tokens for row in self.rows if row.seq is seq)
+        self.rows = [row for row in self.rows if row.seq is not seq]
+        growth = self.growths.pop(seq.seq_id, None)
+        return [growth.copied[1]] if growth and growth.copied else []
+
+    def copied_blocks(self) -> list[Block]:
+        """Return the shared blocks that the step's copies read."""
+        return [growth.copied[1] for growth in self.growths.values() if growth.copied]
+
+
+@dataclass(slots=True)
+class PlannedStep:
+    """A step in flight."""
+
+    step_id: StepId
+    rows: list[PlannedRow]
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """One worker's rows, KV and steps in flight."""
+
+    lane_id: LaneId
+    kv: KVManager
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    decoding: dict[SeqId, Seq] = field(default_factory=dict)  # rows whose known tokens are all planned
+    prefilling: dict[SeqId, Seq] = field(default_factory=dict)
+    in_flight: deque[PlannedStep] = field(default_factory=deque)
+    finished_seq_ids: list[SeqId] = field(default_factory=list)  # rows that the worker still has
+    restart: bool = False  # the worker skips steps until one is so marked
+    is_batch_open: bool = True  # static batching: rows may still join
+    last_step_id: StepId = _NO_STEP
+
+    @property
+    def num_rows(self) -> int:
+        """Sequences that run here."""
+        return len(self.decoding) + len(self.prefilling)
+
+    def rows(self) -> list[Seq]:
+        """Return the sequences that run here."""
+        return [*self.decoding.values(), *self.prefilling.values()]
+
+    def can_plan(self) -> bool:
+        """Return whether another step may be planned before one in flight has been applied."""
+        return len(self.in_flight) < MAX_STEPS_IN_FLIGHT
+
+    def quarantine_end(self) -> StepId | None:
+        """Return the last step planned, if one is in flight: until it is applied, places given up are not reused."""
+        return self.last_step_id if self.in_flight else None
+
+    def remove(self, seq: Seq) -> None:
+        """Take a row out; its blocks wait for the steps in flight. `seq` is as it was before it ran."""
+        self.decoding.pop(seq.seq_id, None)
+        self.prefilling.pop(seq.seq_id, None)
+        self.kv.release(seq, self.quarantine_end())
+        seq.leave_lane()
+
+    def forget_row(self, seq: Seq) -> None:
+        """Have the next step tell the worker to forget the row."""
+        if seq.worker_lane_id == self.lane_id:
+            self.finished_seq_ids.append(seq.seq_id)
+            seq.worker_lane_id = None
+
+    def has_news(self) -> bool:
+        """Return whether the worker should hear something even when no row runs."""
+        return bool(self.finished_seq_ids or self.kv.new_seals or self.restart)
+
+    def finish(self, draft: Draft) -> StepPlan:
+        """Make the draft the next step: it is in flight from now on."""
+        self.last_step_id = StepId(self.last_step_id + 1)
+        new_rows: list[NewRow] = []
+        resumed_rows: list[ResumedRow] = []
+        continued_rows: list[ContinuedRow] = []
+        for row in draft.rows:
+            seq = row.seq
+            if seq.worker_lane_id != self.lane_id:
+                new_rows.append(_new_row(row))
+            elif seq.worker_epoch != seq.seq_epoch:
+                resumed_rows.append(_resumed_row(row))
+            else:
+                continued_rows.append(ContinuedRow(seq.seq_id, row.num_scheduled_tokens, row.new_entries))
+                continue
+            seq.worker_lane_id, seq.worker_epoch = self.lane_id, seq.seq_epoch
+        plan = StepPlan(
+            step_id=self.last_step_id,
+            restart=self.restart,
+            finished_seq_ids=self.finished_seq_ids,
+            resumed_rows=resumed_rows,
+            new_rows=new_rows,
+            continued_rows=continued_rows,
+            patches=_patches(draft, continued_rows),
+            seals=self.kv.new_seals,
+            ops=_block_ops(draft),
+        )
+        self.in_flight.append(PlannedStep(self.last_step_id, draft.rows))
+        self.kv.pool.release(draft.copied_blocks(), self.last_step_id)
+        self.finished_seq_ids, self.kv.new_seals, self.restart = [], [], False
+        return plan
+
+    def stats(self) -> LaneStats:
+        """Return the lane's figures."""
+        pool, block_size = self.kv.pool, self.kv.block_size
+        return LaneStats(
+            lane_id=self.lane_id,
+            num_running_seqs=self.num_rows,
+            num_blocks=pool.num_blocks,
+            num_free_blocks=pool.num_blank,
+            num_cached_blocks=pool.num_cached,
+            num_quarantined_blocks=pool.num_quarantined,
+            num_allocated_slots=sum(len(seq.table) * block_size for seq in self.decoding.values()),
+            num_used_slots=sum(seq.num_computed_tokens for seq in self.decoding.values()),
+            num_steps_in_flight=len(self.in_flight),
+        )
+
+
+def _new_row(row: PlannedRow) -> NewRow:
+    seq = row.seq
+    return NewRow(
+        seq_id=seq.seq_id,
+        seq_epoch=seq.seq_epoch,
+        token_ids=tuple(seq.token_ids),
+        num_prompt_tokens=seq.num_prompt_tokens,
+        entries=[block.entry for block in seq.table],
+        num_computed_tokens=row.num_computed_tokens - row.num_scheduled_tokens,
+        num_scheduled_tokens=row.num_scheduled_tokens,
+        sequence_idx=seq.sequence_idx,
+        sampling=seq.job.request.sampling,
+    )
+
+
+def _resumed_row(row: PlannedRow) -> ResumedRow:
+    seq = row.seq
+    return ResumedRow(
+        seq_id=seq.seq_id,
+        seq_epoch=seq.seq_epoch,
+        num_tokens=len(seq.token_ids),
+        entries=[block.entry for block in seq.table],
+        num_computed_tokens=row.num_computed_tokens - row.num_scheduled_tokens,
+        num_scheduled_tokens=row.num_scheduled_tokens,
+    )
+
+
+def _patches(draft: Draft, continued_rows: Sequence[ContinuedRow]) -> list[EntryPatch]:
+    """Return what copies change in tables that the worker has; new and resumed rows carry their whole table."""
+    if not draft.growths:
+        return []
+    continued = {row.seq_id for row in continued_rows}
+    return [
+        EntryPatch(seq_id, growth.copied[0], growth.copied[2].entry)
+        for seq_id, growth in draft.growths.items()
+        if growth.copied and seq_id in continued
+    ]
+
+
+def _block_ops(draft: Draft) -> BlockOps:
+    growths = draft.growths.values()
+    return BlockOps(
+        zero=[entry for growth in growths for entry in growth.zero],
+        copy=[(growth.copied[1].entry, growth.copied[2].entry) for growth in growths if growth.copied],
+    )

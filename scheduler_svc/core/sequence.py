@@ -1,0 +1,119 @@
+"""A sequence and the request it belongs to, as the scheduler sees them.
+
+Where a running sequence's tokens stand (two steps may be in flight, so the scheduler runs ahead of what it knows):
+
+    |<------------------- token_ids ------------------->|<- num_in_flight_tokens ->|
+    |<-- prompt -->|<-- output tokens that are known -->|   sampled, not yet told  |
+    |<-- num_committed_tokens -->|      KV computed by steps that have been applied
+    |<-------------- num_computed_tokens ------------->|   ... by all steps planned
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from protos.block_hash import BlockHash, next_hash
+from scheduler_svc.core.block_pool import Block
+from scheduler_svc.core.types import (
+    EndingRules,
+    FinishReason,
+    LaneId,
+    Opaque,
+    Request,
+    SeqId,
+    TokenIds,
+    TokenRun,
+    Usage,
+)
+
+Rank = tuple[int, int, int]
+
+
+class SeqState(Enum):
+    """Where a sequence is."""
+
+    UNFORKED = "unforked"  # waits for its request's leader to compute the prompt
+    WAITING = "waiting"  # in the queue
+    RUNNING = "running"  # a row of a lane
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A request and its sequences. One of them, the leader, computes the prompt; the unforked then share its KV."""
+
+    request: Request
+    arrival: int  # orders requests of one priority
+    seqs: list["Seq"] = field(default_factory=list)
+    unforked: list["Seq"] = field(default_factory=list)
+    num_unfinished: int = 0
+    num_cached_tokens: int | None = None  # prompt tokens found in the cache when the leader was first admitted
+
+    def usage(self, seq: "Seq") -> Usage:
+        """Return the token counts that a client is told of one sequence."""
+        return Usage(seq.num_prompt_tokens, self.num_cached_tokens or 0, seq.num_output_tokens)
+
+
+@dataclass(slots=True, eq=False)
+class Seq:
+    """One sample of a request. `seq_epoch` grows whenever what is in flight for it no longer counts."""
+
+    seq_id: SeqId
+    job: Job
+    sequence_idx: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    total_limit_tokens: int  # prompt and output together: it ends when token_ids is that long
+    rank: Rank  # lower runs first, and is preempted last
+    ending: EndingRules
+    state: SeqState = SeqState.WAITING
+    seq_epoch: int = 0
+    logprobs: list[Opaque] = field(default_factory=list)  # of output tokens, where asked for
+    num_losses: int = 0  # steps in flight lost in a row, without a new token between
+    times_passed: int = 0  # admissions of others while it did not fit
+    passed_since_ms: int | None = None
+    kept_lane_id: LaneId | None = None  # admits nobody else until this sequence fits
+    # The row of a lane; reset by `leave_lane`.
+    lane_id: LaneId | None = None
+    table: list[Block] = field(default_factory=list)
+    num_reserved_blocks: int = 0  # promised at admission, not yet allocated
+    num_computed_tokens: int = 0
+    num_committed_tokens: int = 0
+    num_in_flight_tokens: int = 0
+    num_sealed_blocks: int = 0
+    # What a worker's mirror has of it.
+    worker_lane_id: LaneId | None = None
+    worker_epoch: int = 0
+    _block_hashes: list[BlockHash] = field(default_factory=list)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens that are known."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def block_hashes(self, block_size: int) -> list[BlockHash]:
+        """Return the hashes of all full blocks of the known tokens. Do not change the list."""
+        hashes = self._block_hashes
+        for start in range(len(hashes) * block_size, len(self.token_ids) - block_size + 1, block_size):
+            parent = hashes[-1] if hashes else self.job.request.cache_root
+            hashes.append(next_hash(parent, self.token_ids[start : start + block_size]))
+        return hashes
+
+    def finish_reason(self) -> FinishReason | None:
+        """Return why the sequence ends with its last output token, or None."""
+        token_ids, ending = self.token_ids, self.ending
+        if token_ids[-1] in ending.stop_token_ids and len(token_ids) - self.num_prompt_tokens >= ending.min_tokens:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(token_ids) >= self.total_limit_tokens else None
+
+    def leave_lane(self) -> None:
+        """Forget the row: its KV is given up, and what is in flight for it no longer counts."""
+        self.seq_epoch += 1
+        self.lane_id = None
+        self.table = []
+        self.num_reserved_blocks = 0
+        self.num_computed_tokens = self.num_committed_tokens = self.num_in_flight_tokens = self.num_sealed_blocks = 0
+
+    def run(self, first_token_idx: int, token_ids: TokenIds = (), logprobs: Sequence[Opaque] = ()) -> TokenRun:
+        """Return output tokens of this sequence as its client gets them."""
+        return TokenRun(self.job.request.request_id, self.sequence_idx, first_token_idx, token_ids, logprobs)

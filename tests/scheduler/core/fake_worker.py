@@ -1,0 +1,164 @@
+"""A worker without a model: it steps rows over a simulated arena and checks that every slot it reads is right.
+
+A slot's contents stand for the KV of a token, which depends on all tokens before it: they are a fingerprint of the
+prefix that ends there. So a wrong block, a missed copy, an early reuse or a stale hit shows at the first read.
+"""
+
+from dataclasses import dataclass, field
+
+from scheduler_svc.core.types import (
+    BlockId,
+    Entry,
+    NewRow,
+    ResumedRow,
+    SampledRow,
+    SeqId,
+    StepPlan,
+    StepResult,
+    StepStatus,
+)
+
+VOCAB_SIZE = 50
+
+
+def fingerprint(before: int, token_id: int) -> int:
+    """Fold one token into the fingerprint of the tokens before it."""
+    return hash((before, token_id))
+
+
+def next_token(prefix: int, seed: int, sequence_idx: int) -> int:
+    """Return what the fake model samples after a prefix."""
+    return hash((prefix, seed, sequence_idx)) % VOCAB_SIZE
+
+
+def expected_tokens(
+    prompt: list[int], seed: int, sequence_idx: int, max_tokens: int, stops: frozenset[int]
+) -> list[int]:
+    """Return the output of an undisturbed run."""
+    prefix = 0
+    for token_id in prompt:
+        prefix = fingerprint(prefix, token_id)
+    output: list[int] = []
+    while len(output) < max_tokens and (not output or output[-1] not in stops):
+        output.append(next_token(prefix, seed, sequence_idx))
+        prefix = fingerprint(prefix, output[-1])
+    return output
+
+
+@dataclass
+class Row:
+    token_ids: list[int]
+    entries: list[Entry]
+    num_computed_tokens: int
+    num_scheduled_tokens: int
+    seq_epoch: int
+    seed: int
+    sequence_idx: int
+
+
+@dataclass
+class FakeWorker:
+    block_size: int
+    rows: dict[SeqId, Row] = field(default_factory=dict)
+    slots: dict[tuple[BlockId, int], int] = field(default_factory=dict)
+    num_copies: int = 0
+    is_skipping: bool = False
+
+    def run(self, plan: StepPlan, *, fails: bool = False) -> StepResult:
+        """Run a step as a real worker does; `fails`: as one whose forward breaks half way."""
+        if plan.restart:
+            self.rows.clear()
+            self.is_skipping = False
+        if self.is_skipping:
+            return StepResult(plan.step_id, StepStatus.SKIPPED)
+        scheduled = self._update_mirror(plan)
+        self._run_ops(plan, scheduled)
+        if fails:
+            self.is_skipping = True
+            for seq_id in scheduled[: len(scheduled) // 2]:
+                self._forward(self.rows[seq_id])
+            return StepResult(plan.step_id, StepStatus.FAILED, error="device on fire")
+        sampled = []
+        for seq_id in scheduled:
+            row = self.rows[seq_id]
+            prefix = self._forward(row)
+            if row.num_computed_tokens == len(row.token_ids):
+                row.token_ids.append(next_token(prefix, row.seed, row.sequence_idx))
+                sampled.append(SampledRow(seq_id, row.seq_epoch, (row.token_ids[-1],)))
+        return StepResult(plan.step_id, sampled=sampled)
+
+    def _update_mirror(self, plan: StepPlan) -> list[SeqId]:
+        for seq_id in plan.finished_seq_ids:
+            del self.rows[seq_id]
+        for resumed in plan.resumed_rows:
+            self._resume(resumed)
+        for new in plan.new_rows:
+            self._add(new)
+        for patch in plan.patches:
+            self.rows[patch.seq_id].entries[patch.block_idx] = patch.entry
+        for continued in plan.continued_rows:
+            row = self.rows[continued.seq_id]
+            row.entries += continued.new_entries
+            row.num_scheduled_tokens = continued.num_scheduled_tokens
+        groups = (plan.resumed_rows, plan.new_rows, plan.continued_rows)
+        scheduled = [row.seq_id for group in groups for row in group]
+        assert len(set(scheduled)) == len(scheduled), "a row is scheduled twice"
+        return scheduled
+
+    def _resume(self, resumed: ResumedRow) -> None:
+        row = self.rows[resumed.seq_id]
+        assert len(row.token_ids) >= resumed.num_tokens
+        del row.token_ids[resumed.num_tokens :]
+        row.entries = list(resumed.entries)
+        row.seq_epoch = resumed.seq_epoch
+        row.num_computed_tokens, row.num_scheduled_tokens = resumed.num_computed_tokens, resumed.num_scheduled_tokens
+
+    def _add(self, new: NewRow) -> None:
+        assert new.seq_id not in self.rows
+        assert isinstance(new.sampling, int)
+        self.rows[new.seq_id] = Row(
+            list(new.token_ids),
+            list(new.entries),
+            new.num_computed_tokens,
+            new.num_scheduled_tokens,
+            new.seq_epoch,
+            new.sampling,
+            new.sequence_idx,
+        )
+
+    def _run_ops(self, plan: StepPlan, scheduled: list[SeqId]) -> None:
+        written = [*plan.ops.zero, *(destination for _, destination in plan.ops.copy)]
+        assert len(set(written)) == len(written), "a place is written by two operations"
+        sources = {source for source, _ in plan.ops.copy}
+        assert not sources & set(written), "a place is read and written by operations"
+        assert not sources & {e for seq_id in scheduled for e in self._written_entries(self.rows[seq_id])}
+        for entry in plan.ops.zero:
+            for offset in range(self.block_size):
+                self.slots.pop((_block(entry), offset), None)
+        for source, destination in plan.ops.copy:
+            self.num_copies += 1
+            for offset in range(self.block_size):
+                self.slots[_block(destination), offset] = self.slots.get((_block(source), offset), 0)
+
+    def _written_entries(self, row: Row) -> set[Entry]:
+        first, last = row.num_computed_tokens, row.num_computed_tokens + row.num_scheduled_tokens - 1
+        return set(row.entries[first // self.block_size : last // self.block_size + 1])
+
+    def _forward(self, row: Row) -> int:
+        """Write the scheduled tokens, check all that attention would read; return the fingerprint at the last one."""
+        end = row.num_computed_tokens + row.num_scheduled_tokens
+        assert row.num_scheduled_tokens > 0
+        assert end <= len(row.token_ids), "tokens are scheduled that the worker does not have"
+        prefix = 0
+        for position in range(end):
+            prefix = fingerprint(prefix, row.token_ids[position])
+            slot = _block(row.entries[position // self.block_size]), position % self.block_size
+            if position >= row.num_computed_tokens:
+                self.slots[slot] = prefix
+            assert self.slots.get(slot) == prefix, f"slot {slot} does not hold position {position}"
+        row.num_computed_tokens = end
+        return prefix
+
+
+def _block(entry: Entry) -> BlockId:
+    return BlockId(entry // 8)

@@ -1,0 +1,178 @@
+"""Builders for the core's tests: requests, a cell with fake workers, and the collected output of its clients."""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from protos.block_hash import root_hash
+from scheduler_svc.core.policy import SchedulingPolicy
+from scheduler_svc.core.scheduler import Scheduler, SchedulerConfig
+from scheduler_svc.core.types import (
+    Delivered,
+    EndingRules,
+    FinishReason,
+    LaneId,
+    LaneSpec,
+    Request,
+    RequestId,
+    StepPlan,
+    TokenRun,
+)
+from scheduler_svc.index.memory import MemoryIndex
+from tests.scheduler.core.fake_worker import FakeWorker, expected_tokens
+
+BLOCK_SIZE = 4
+
+
+def make_request(
+    name: str,
+    prompt: Iterable[int],
+    *,
+    max_tokens: int = 8,
+    n: int = 1,
+    seed: int = 0,
+    stops: Iterable[int] = (),
+    min_tokens: int = 0,
+    priority: int = 0,
+    deadline_ms: int | None = None,
+    salt: str = "",
+    skip_cache_read: bool = False,
+    delivered: dict[int, Delivered] | None = None,
+) -> Request:
+    return Request(
+        RequestId(name),
+        tuple(prompt),
+        EndingRules(max_tokens, min_tokens, frozenset(stops)),
+        seed,
+        root_hash(b"model", b"tenant", salt),
+        n=n,
+        priority=priority,
+        deadline_ms=deadline_ms,
+        skip_cache_read=skip_cache_read,
+        delivered=delivered or {},
+    )
+
+
+@dataclass
+class Client:
+    """What came back for one sequence. It checks what every client relies on: no gap, no repeat, one end."""
+
+    token_ids: list[int] = field(default_factory=list)
+    end: TokenRun | None = None
+
+    def take(self, run: TokenRun) -> None:
+        assert self.end is None, "something came after the end"
+        assert run.first_token_idx == len(self.token_ids), "a token is missing or came twice"
+        self.token_ids += run.token_ids
+        if run.finish_reason is not None:
+            self.end = run
+
+
+@dataclass
+class Cell:
+    """A scheduler, fake workers, and all clients' output. Integrity is checked after every operation."""
+
+    scheduler: Scheduler
+    workers: dict[LaneId, FakeWorker] = field(default_factory=dict)
+    in_flight: dict[LaneId, deque[StepPlan]] = field(default_factory=dict)
+    requests: dict[RequestId, Request] = field(default_factory=dict)
+    clients: dict[tuple[RequestId, int], Client] = field(default_factory=dict)
+    now_ms: int = 0
+
+    def take(self, runs: Iterable[TokenRun]) -> None:
+        for run in runs:
+            self.clients[run.request_id, run.sequence_idx].take(run)
+        self.scheduler.check_integrity()
+
+    def add_lane(self, name: str, spec: LaneSpec) -> None:
+        lane_id = LaneId(name)
+        self.workers[lane_id] = FakeWorker(spec.block_size)
+        self.in_flight[lane_id] = deque()
+        self.take(self.scheduler.add_lane(lane_id, spec))
+
+    def drop_lane(self, name: str) -> None:
+        lane_id = LaneId(name)
+        del self.workers[lane_id], self.in_flight[lane_id]
+        self.take(self.scheduler.drop_lane(lane_id))
+
+    def submit(self, request: Request) -> None:
+        runs = self.scheduler.submit(request, self.now_ms)
+        self.requests[request.request_id] = request
+        for sequence_idx in range(request.n):
+            delivered = request.delivered.get(sequence_idx)
+            client = Client(list(delivered.token_ids) if delivered else [])
+            self.clients.setdefault((request.request_id, sequence_idx), client)
+        self.take(runs)
+
+    def abort(self, name: str, sequence_idx: int | None = None) -> None:
+        self.take(self.scheduler.abort(RequestId(name), sequence_idx))
+
+    def plan(self, name: str = "w0") -> StepPlan | None:
+        plan, runs = self.scheduler.plan(LaneId(name), self.now_ms)
+        if plan is not None:
+            self.in_flight[LaneId(name)].append(plan)
+        self.take(runs)
+        return plan
+
+    def apply(self, name: str = "w0", *, fails: bool = False) -> None:
+        lane_id = LaneId(name)
+        result = self.workers[lane_id].run(self.in_flight[lane_id].popleft(), fails=fails)
+        self.take(self.scheduler.apply(lane_id, result, self.now_ms))
+
+    def run_to_end(self, max_steps: int = 3000) -> None:
+        """Keep two steps in flight on every lane until nothing is left to do."""
+        for _ in range(max_steps):
+            for lane_id in self.workers:
+                while self.plan(lane_id) is not None:
+                    pass
+            if not any(self.in_flight.values()):
+                break
+            for lane_id, steps in self.in_flight.items():
+                if steps:
+                    self.apply(lane_id)
+        assert not self.scheduler.request_ids(), "requests never ended"
+        assert self.scheduler.num_waiting_seqs == self.scheduler.num_running_seqs == 0
+
+    def output(self, name: str, sequence_idx: int = 0) -> list[int]:
+        return self.clients[RequestId(name), sequence_idx].token_ids
+
+    def end(self, name: str, sequence_idx: int = 0) -> TokenRun:
+        end = self.clients[RequestId(name), sequence_idx].end
+        assert end is not None
+        return end
+
+    def check_texts(self) -> None:
+        """Every sequence that was not cut short has the text of an undisturbed run."""
+        for (request_id, sequence_idx), client in self.clients.items():
+            request = self.requests[request_id]
+            wanted = expected_of(request, sequence_idx)
+            assert client.token_ids == wanted[: len(client.token_ids)]
+            if client.end and client.end.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+                assert client.token_ids == wanted
+
+
+def expected_of(request: Request, sequence_idx: int = 0) -> list[int]:
+    assert isinstance(request.sampling, int)
+    ending = request.ending
+    return expected_tokens(
+        list(request.prompt_token_ids), request.sampling, sequence_idx, ending.max_tokens, ending.stop_token_ids
+    )
+
+
+def make_spec(num_blocks: int = 64, *, max_num_seqs: int = 8, budget: int = 16, max_model_len: int = 1000) -> LaneSpec:
+    return LaneSpec(num_blocks, 16, BLOCK_SIZE, max_num_seqs, budget, max_model_len)
+
+
+def make_cell(
+    spec: LaneSpec | None = None,
+    *,
+    num_lanes: int = 1,
+    policy: SchedulingPolicy = SchedulingPolicy.CONTINUOUS,
+    max_queued_seqs: int = 1000,
+    prefix_caching: bool = True,
+) -> Cell:
+    config = SchedulerConfig(policy=policy, max_queued_seqs=max_queued_seqs, enable_prefix_caching=prefix_caching)
+    cell = Cell(Scheduler(config, MemoryIndex()))
+    for i in range(num_lanes):
+        cell.add_lane(f"w{i}", spec or make_spec())
+    return cell
