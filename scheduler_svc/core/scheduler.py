@@ -28,7 +28,6 @@ from scheduler_svc.core.router import has_better_lane
 from scheduler_svc.core.sequence import Job, Seq, SeqState
 from scheduler_svc.core.types import (
     Counters,
-    Delivered,
     ErrorCode,
     FinishReason,
     LaneId,
@@ -127,7 +126,7 @@ class Scheduler:
         """
         job = self._jobs.get(request.request_id)
         if job is not None:
-            return [run for seq in job.seqs for run in _replay(seq, request.delivered.get(seq.sequence_idx))]
+            return [run for seq in job.seqs for run in seq.replay(request.delivered.get(seq.sequence_idx))]
         is_new = not request.delivered
         if is_new and self.num_waiting_seqs + request.n > self.config.max_queued_seqs:
             raise SchedulerError(
@@ -515,7 +514,7 @@ class Scheduler:
         job.num_unfinished -= 1
         if not job.num_unfinished:
             self._jobs.pop(job.request.request_id, None)
-        return seq.run(seq.num_output_tokens)._replace(finish_reason=reason, error=error, usage=job.usage(seq))
+        return seq.ended_run(reason, error)
 
     # ---- the index
 
@@ -557,15 +556,6 @@ class Scheduler:
                     len(seq.token_ids) + seq.num_in_flight_tokens - 1,
                     len(seq.token_ids) - 1,
                 )
-
-
-def _replay(seq: Seq, delivered: Delivered | None) -> list[TokenRun]:
-    """Return what a client that attaches again has not got of a sequence."""
-    if delivered is not None and delivered.finish_reason is not None:
-        return []
-    first = len(delivered.token_ids) if delivered else 0
-    token_ids = seq.token_ids[seq.num_prompt_tokens + first :]
-    return [seq.run(first, token_ids, seq.logprobs[first:])] if token_ids else []
 
 
 def _outgrown(num_tokens: int) -> SchedulerError:

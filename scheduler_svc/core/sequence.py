@@ -15,11 +15,13 @@ from enum import Enum
 from protos.block_hash import BlockHash, next_hash
 from scheduler_svc.core.block_pool import Block
 from scheduler_svc.core.types import (
+    Delivered,
     EndingRules,
     FinishReason,
     LaneId,
     Opaque,
     Request,
+    SchedulerError,
     SeqId,
     TokenIds,
     TokenRun,
@@ -49,10 +51,6 @@ class Job:
     num_unfinished: int = 0
     num_cached_tokens: int | None = None  # prompt tokens found in the cache when the leader was first admitted
 
-    def usage(self, seq: "Seq") -> Usage:
-        """Return the token counts that a client is told of one sequence."""
-        return Usage(seq.num_prompt_tokens, self.num_cached_tokens or 0, seq.num_output_tokens)
-
 
 @dataclass(slots=True, eq=False)
 class Seq:
@@ -69,6 +67,7 @@ class Seq:
     state: SeqState = SeqState.WAITING
     seq_epoch: int = 0
     logprobs: list[Opaque] = field(default_factory=list)  # of output tokens, where asked for
+    end: TokenRun | None = None  # its terminal run, without tokens
     num_losses: int = 0  # steps in flight lost in a row, without a new token between
     times_passed: int = 0  # admissions of others while it did not fit
     passed_since_ms: int | None = None
@@ -113,6 +112,24 @@ class Seq:
         self.table = []
         self.num_reserved_blocks = 0
         self.num_computed_tokens = self.num_committed_tokens = self.num_in_flight_tokens = self.num_sealed_blocks = 0
+
+    def ended_run(self, reason: FinishReason, error: SchedulerError | None) -> TokenRun:
+        """Return the terminal run of this sequence, without tokens, and keep it for a client that attaches again."""
+        usage = Usage(self.num_prompt_tokens, self.job.num_cached_tokens or 0, self.num_output_tokens)
+        self.end = self.run(self.num_output_tokens)._replace(finish_reason=reason, error=error, usage=usage)
+        return self.end
+
+    def replay(self, delivered: Delivered | None) -> list[TokenRun]:
+        """Return what a client that attaches again has not got of it: tokens, and its end."""
+        if delivered is not None and delivered.finish_reason is not None:
+            return []
+        first = len(delivered.token_ids) if delivered else 0
+        token_ids = self.token_ids[self.num_prompt_tokens + first :]
+        run = self.run(first, token_ids, self.logprobs[first:])
+        if self.end is not None:
+            end = self.end
+            return [run._replace(finish_reason=end.finish_reason, error=end.error, usage=end.usage)]
+        return [run] if token_ids else []
 
     def run(self, first_token_idx: int, token_ids: TokenIds = (), logprobs: Sequence[Opaque] = ()) -> TokenRun:
         """Return output tokens of this sequence as its client gets them."""

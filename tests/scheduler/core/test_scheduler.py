@@ -421,6 +421,19 @@ def test_a_known_request_replays_what_was_not_delivered() -> None:
     assert [(run.first_token_idx, list(run.token_ids)) for run in runs] == [(2, cell.output("a")[2:])]
 
 
+def test_a_known_request_replays_the_end_of_a_sequence() -> None:
+    cell = make_cell()
+    text = expected_of(make_request("a", range(4), max_tokens=20, n=2))
+    cell.submit(make_request("a", range(4), max_tokens=20, n=2, stops=text[1:2]))
+    while cell.clients["a", 0].end is None:  # type: ignore[index]
+        cell.plan()
+        cell.apply()
+    delivered = {0: Delivered(text[:1]), 1: Delivered(cell.output("a", 1))}
+    runs = cell.scheduler.submit(make_request("a", range(4), n=2, delivered=delivered), 0)
+    assert [(run.sequence_idx, list(run.token_ids)) for run in runs] == [(0, text[1:2])]
+    assert (runs[0].finish_reason, runs[0].usage) == (FinishReason.STOP, cell.end("a").usage)
+
+
 def test_an_unknown_request_goes_on_from_what_was_delivered() -> None:
     cell = make_cell()
     text = expected_of(make_request("a", range(6), max_tokens=8))

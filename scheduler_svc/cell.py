@@ -1,0 +1,137 @@
+"""The cell: the core, the model that it serves, and the lanes to wake when there is work.
+
+All failures of the core end here: an exception out of it that is not a request's own error means that its state can no
+longer be trusted, so the process must end (workers keep their blocks, gateways submit again to its successor).
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from protos import common_pb2
+from scheduler_svc.core.policy import SchedulingPolicy
+from scheduler_svc.core.scheduler import Scheduler, SchedulerConfig
+from scheduler_svc.core.types import (
+    FinishReason,
+    LaneId,
+    LaneSpec,
+    PrefixIndex,
+    Request,
+    RequestId,
+    SchedulerError,
+    Seal,
+    StepPlan,
+    StepResult,
+    TokenRun,
+)
+from scheduler_svc.settings import SchedulerSettings
+from scheduler_svc.timing import Clock
+
+Route = Callable[[Sequence[TokenRun]], None]
+
+
+class Cell:
+    """One scheduler with its workers.
+
+    Whatever the core returns for clients goes to `route`; whatever gives lanes work wakes them.
+    """
+
+    def __init__(self, settings: SchedulerSettings, index: PrefixIndex, clock: Clock, route: Route) -> None:
+        self.settings = settings
+        self.model: common_pb2.ModelInfo | None = None  # that of the first worker, once one has registered
+        self.core = Scheduler(
+            SchedulerConfig(
+                max_num_seqs=settings.max_num_seqs,
+                max_num_batched_tokens=settings.max_num_batched_tokens,
+                max_queued_seqs=settings.max_queued_requests,
+                enable_prefix_caching=settings.enable_prefix_caching,
+                policy=SchedulingPolicy(settings.scheduling_policy),
+            ),
+            index,
+        )
+        self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        self._clock = clock
+        self._route = route
+        self._wake_by_lane: dict[LaneId, Callable[[], None]] = {}
+
+    @property
+    def num_lanes(self) -> int:
+        """Live lanes."""
+        return len(self._wake_by_lane)
+
+    def add_lane(self, lane_id: LaneId, spec: LaneSpec, seals: Iterable[Seal], wake: Callable[[], None]) -> None:
+        """Make a lane live with the blocks that its worker holds; `wake` is called whenever it may have work."""
+        with self._guarded():
+            runs = self.core.add_lane(lane_id, spec)
+            self.core.restore(lane_id, seals)
+        self._wake_by_lane[lane_id] = wake
+        self._take(runs)
+
+    def drop_lane(self, lane_id: LaneId) -> None:
+        """Give a live lane's sequences back to the queue; not to be called for any other lane."""
+        del self._wake_by_lane[lane_id]
+        with self._guarded():
+            runs = self.core.drop_lane(lane_id)
+        self._take(runs)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request, or attach to a known one again; raises SchedulerError."""
+        with self._guarded():
+            runs = self.core.submit(request, self._clock())
+        self._take(runs)
+
+    def abort(
+        self, request_id: RequestId, sequence_idx: int | None = None, error: SchedulerError | None = None
+    ) -> None:
+        """End a request's sequences, or one of them; unknown ones are ignored. With an error they end with that."""
+        with self._guarded():
+            runs = self.core.abort(request_id, sequence_idx)
+        if error is not None:
+            runs = [run._replace(finish_reason=FinishReason.ERROR, error=error) for run in runs]
+        self._take(runs)
+
+    def expire(self) -> None:
+        """End the requests whose deadline has passed; lets lanes plan again where the core waited for time to pass."""
+        with self._guarded():
+            runs = self.core.expire(self._clock())
+        self._route(runs)
+        if runs or self.core.num_waiting_seqs:
+            self.wake_lanes()
+
+    def plan(self, lane_id: LaneId) -> StepPlan | None:
+        """Return the lane's next step; None when there is nothing to do, or two steps are unapplied."""
+        with self._guarded():
+            plan, runs = self.core.plan(lane_id, self._clock())
+        if runs:
+            self._route(runs)
+        return plan
+
+    def apply(self, lane_id: LaneId, result: StepResult) -> None:
+        """Take a step's result in and route what it gave to clients; the lane may have work then."""
+        with self._guarded():
+            runs = self.core.apply(lane_id, result, self._clock())
+        self._route(runs)
+
+    def wake_lanes(self) -> None:
+        """Let every lane look for work."""
+        for wake in self._wake_by_lane.values():
+            wake()
+
+    def fail(self, error: BaseException) -> None:
+        """Ask for the process's end; the first reason stands."""
+        if not self.failed.done():
+            self.failed.set_result(error)
+
+    def _take(self, runs: Sequence[TokenRun]) -> None:
+        self._route(runs)
+        self.wake_lanes()
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        try:
+            yield
+        except SchedulerError:
+            raise
+        except Exception as error:
+            self.fail(error)
+            raise

@@ -1,0 +1,262 @@
+"""Between the wire's messages and the core's values. Pure functions; nothing here decides anything."""
+
+import hashlib
+import hmac
+from collections.abc import Iterator, Sequence
+
+from protos import common_pb2, scheduler_pb2, worker_pb2
+from protos.block_hash import HASH_BYTES, BlockHash, root_hash
+from scheduler_svc.core import types
+
+# What the core hands through as a token's logprobs: the chosen token's alone, or alternatives too.
+Logprobs = float | common_pb2.TokenLogprobs
+
+FINISH_REASON_TO_WIRE = {
+    types.FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    types.FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+    types.FinishReason.ABORT: common_pb2.FINISH_REASON_ABORT,
+    types.FinishReason.ERROR: common_pb2.FINISH_REASON_ERROR,
+}
+_FINISH_REASON_FROM_WIRE = {wire: reason for reason, wire in FINISH_REASON_TO_WIRE.items()}
+_ERROR_CODE_TO_WIRE = {
+    types.ErrorCode.INVALID_ARGUMENT: common_pb2.ERROR_CODE_INVALID_ARGUMENT,
+    types.ErrorCode.RESOURCE_EXHAUSTED: common_pb2.ERROR_CODE_RESOURCE_EXHAUSTED,
+    types.ErrorCode.UNAVAILABLE: common_pb2.ERROR_CODE_UNAVAILABLE,
+    types.ErrorCode.DEADLINE_EXCEEDED: common_pb2.ERROR_CODE_DEADLINE_EXCEEDED,
+    types.ErrorCode.INTERNAL: common_pb2.ERROR_CODE_INTERNAL,
+}
+_STEP_STATUS_FROM_WIRE = {
+    worker_pb2.STEP_STATUS_OK: types.StepStatus.OK,
+    worker_pb2.STEP_STATUS_FAILED: types.StepStatus.FAILED,
+    worker_pb2.STEP_STATUS_SKIPPED: types.StepStatus.SKIPPED,
+}
+
+
+class MalformedMessageError(Exception):
+    """A worker's message contradicts itself, or says something that this version does not know."""
+
+
+# ---- gateway to core
+
+
+def tenant_salt(cluster_secret: str, tenant: str) -> bytes:
+    """Return what keeps a tenant's prefixes its own: 32 bytes, the same in every scheduler with this secret.
+
+    Without a secret (`""`, loopback only) the salt is still stable, but anybody can derive it.
+    """
+    return hmac.new(cluster_secret.encode(), b"quire/tenant-salt/1" + tenant.encode(), hashlib.sha256).digest()
+
+
+def request_from_wire(
+    submit: scheduler_pb2.Submit, model: common_pb2.ModelInfo, cluster_secret: str, now_ms: int
+) -> types.Request:
+    """Return the core's request; its deadline is on the clock of `now_ms`."""
+    sampling = submit.sampling
+    eos_token_ids = () if sampling.ignore_eos else model.eos_token_ids
+    salt = tenant_salt(cluster_secret, submit.tenant)
+    has_deadline = submit.HasField("remaining_deadline_ms")
+    return types.Request(
+        request_id=types.RequestId(submit.request_id),
+        prompt_token_ids=list(submit.token_ids),
+        ending=types.EndingRules(
+            max_tokens=sampling.max_tokens,
+            min_tokens=sampling.min_tokens,
+            stop_token_ids=frozenset((*sampling.stop_token_ids, *eos_token_ids)),
+        ),
+        sampling=sampling,
+        cache_root=root_hash(model.fingerprint, salt, submit.cache_salt),
+        n=submit.n,
+        tenant=submit.tenant,
+        priority=submit.priority,
+        deadline_ms=now_ms + submit.remaining_deadline_ms if has_deadline else None,
+        skip_cache_read=submit.skip_cache_read,
+        delivered={
+            delivered.index: types.Delivered(
+                token_ids=list(delivered.token_ids),
+                finish_reason=_FINISH_REASON_FROM_WIRE.get(delivered.finish_reason),
+            )
+            for delivered in submit.delivered
+        },
+    )
+
+
+# ---- core to gateway
+
+
+def logprobs_to_wire(logprobs: object) -> common_pb2.TokenLogprobs:
+    """Return the message of one token's logprobs, as `step_result_from_wire` gave them to the core."""
+    if isinstance(logprobs, common_pb2.TokenLogprobs):
+        return logprobs
+    assert isinstance(logprobs, float), logprobs
+    return common_pb2.TokenLogprobs(logprob=logprobs)
+
+
+def error_to_wire(error: types.SchedulerError) -> common_pb2.Error:
+    """Return the message of an error that ends a sequence."""
+    return common_pb2.Error(code=_ERROR_CODE_TO_WIRE[error.code], message=error.message, param=error.param or "")
+
+
+def usage_to_wire(usage: types.Usage) -> scheduler_pb2.Usage:
+    """Return the message of a sequence's token counts."""
+    return scheduler_pb2.Usage(
+        num_prompt_tokens=usage.num_prompt_tokens,
+        num_cached_tokens=usage.num_cached_tokens,
+        num_output_tokens=usage.num_output_tokens,
+    )
+
+
+# ---- core to worker
+
+
+def step_to_wire(plan: types.StepPlan, lane_epoch: int) -> worker_pb2.StepRequest:
+    """Return the message of a step. Parts without content stay unset: a decode step is its row ids and little else."""
+    request = worker_pb2.StepRequest(
+        lane_epoch=lane_epoch,
+        step_id=plan.step_id,
+        restart=plan.restart,
+        finished_seq_ids=plan.finished_seq_ids,
+        resumed_rows=[_resumed_row(row) for row in plan.resumed_rows],
+        new_rows=[_new_row(row) for row in plan.new_rows],
+    )
+    if plan.patches:
+        request.patches.seq_ids.extend([patch.seq_id for patch in plan.patches])
+        request.patches.block_idxs.extend([patch.block_idx for patch in plan.patches])
+        request.patches.entries.extend([patch.entry for patch in plan.patches])
+    if plan.continued_rows:
+        _fill_continued(request.continued, plan.continued_rows)
+    if plan.seals:
+        request.seals.CopyFrom(seals_to_wire(plan.seals))
+    if plan.ops.zero:
+        request.ops.zero_entries.extend(plan.ops.zero)
+    if plan.ops.copy:
+        request.ops.copy_src_entries.extend([source for source, _ in plan.ops.copy])
+        request.ops.copy_dst_entries.extend([destination for _, destination in plan.ops.copy])
+    return request
+
+
+def num_scheduled_tokens(plan: types.StepPlan) -> int:
+    """Return the tokens that a step computes."""
+    return (
+        sum([row.num_scheduled_tokens for row in plan.continued_rows])
+        + sum([row.num_scheduled_tokens for row in plan.new_rows])
+        + sum([row.num_scheduled_tokens for row in plan.resumed_rows])
+    )
+
+
+def seals_to_wire(seals: Sequence[types.Seal]) -> worker_pb2.Seals:
+    """Return seals as parallel arrays."""
+    versions = [seal.recipe_version for seal in seals]
+    return worker_pb2.Seals(
+        entries=[seal.entry for seal in seals],
+        block_hashes=b"".join([seal.block_hash for seal in seals]),
+        recipe_versions=versions[:1] if len(set(versions)) == 1 else versions,
+    )
+
+
+def _new_row(row: types.NewRow) -> worker_pb2.NewRow:
+    assert isinstance(row.sampling, common_pb2.SamplingParams), row.sampling
+    return worker_pb2.NewRow(
+        seq_id=row.seq_id,
+        seq_epoch=row.seq_epoch,
+        token_ids=row.token_ids,
+        num_prompt_tokens=row.num_prompt_tokens,
+        entries=row.entries,
+        num_computed_tokens=row.num_computed_tokens,
+        num_scheduled_tokens=row.num_scheduled_tokens,
+        sampling=row.sampling,
+        sequence_idx=row.sequence_idx,
+    )
+
+
+def _resumed_row(row: types.ResumedRow) -> worker_pb2.ResumedRow:
+    return worker_pb2.ResumedRow(
+        seq_id=row.seq_id,
+        seq_epoch=row.seq_epoch,
+        num_tokens=row.num_tokens,
+        entries=row.entries,
+        num_computed_tokens=row.num_computed_tokens,
+        num_scheduled_tokens=row.num_scheduled_tokens,
+    )
+
+
+def _fill_continued(continued: worker_pb2.ContinuedRows, rows: Sequence[types.ContinuedRow]) -> None:
+    """Fill the packed arrays; one that would say the same of every row stays empty."""
+    continued.seq_ids.extend([row.seq_id for row in rows])
+    scheduled = [row.num_scheduled_tokens for row in rows]
+    if scheduled.count(1) != len(scheduled):
+        continued.num_scheduled_tokens.extend(scheduled)
+    new_entries = [entry for row in rows for entry in row.new_entries]
+    if new_entries:
+        continued.num_new_entries.extend([len(row.new_entries) for row in rows])
+        continued.new_entries.extend(new_entries)
+
+
+# ---- worker to core
+
+
+def step_result_from_wire(result: worker_pb2.StepResult) -> types.StepResult:
+    """Return the core's result; raises MalformedMessageError."""
+    status = _STEP_STATUS_FROM_WIRE.get(result.status)
+    if status is None:
+        raise MalformedMessageError(f"step {result.step_id} has the unknown status {result.status}")
+    return types.StepResult(
+        step_id=types.StepId(result.step_id),
+        status=status,
+        error=result.error,
+        sampled=list(_sampled_rows(result.sampled)) if result.HasField("sampled") else (),
+        failed_rows=[
+            types.FailedRow(seq_id=types.SeqId(row.seq_id), seq_epoch=row.seq_epoch, error=row.error)
+            for row in result.failed_rows
+        ],
+        step_ms=result.step_ms,
+    )
+
+
+def _sampled_rows(sampled: worker_pb2.SampledRows) -> Iterator[types.SampledRow]:
+    seq_ids, token_ids, logprobs = list(sampled.seq_ids), list(sampled.token_ids), list(sampled.logprobs)
+    nums_tokens = list(sampled.num_tokens) or [1] * len(seq_ids)
+    if (
+        len(nums_tokens) != len(seq_ids)
+        or len(sampled.seq_epochs) != len(seq_ids)
+        or sum(nums_tokens) != len(token_ids)
+    ):
+        raise MalformedMessageError("the arrays of a step's sampled rows do not have the same length")
+    if logprobs and len(logprobs) != len(token_ids):
+        raise MalformedMessageError("a step's logprobs are not parallel to its tokens")
+    with_alternatives = {row.seq_id: list(row.tokens) for row in sampled.row_logprobs}
+    start = 0
+    for seq_id, seq_epoch, num_tokens in zip(seq_ids, sampled.seq_epochs, nums_tokens, strict=True):
+        end = start + num_tokens
+        row_logprobs: Sequence[Logprobs] = with_alternatives.get(seq_id) or logprobs[start:end]
+        yield types.SampledRow(types.SeqId(seq_id), seq_epoch, token_ids[start:end], row_logprobs)
+        start = end
+
+
+def seals_from_wire(seals: worker_pb2.Seals) -> list[types.Seal]:
+    """Return the seals of a manifest's part; raises MalformedMessageError."""
+    num_seals = len(seals.entries)
+    versions = list(seals.recipe_versions)
+    if len(versions) == 1:
+        versions *= num_seals
+    if len(seals.block_hashes) != num_seals * HASH_BYTES or len(versions) != num_seals:
+        raise MalformedMessageError("the arrays of a manifest's part do not have the same length")
+    return [
+        types.Seal(
+            entry=types.Entry(entry),
+            block_hash=BlockHash(seals.block_hashes[idx * HASH_BYTES : (idx + 1) * HASH_BYTES]),
+            recipe_version=versions[idx],
+        )
+        for idx, entry in enumerate(seals.entries)
+    ]
+
+
+def lane_spec_from_wire(registration: scheduler_pb2.RegisterRequest) -> types.LaneSpec:
+    """Return what a worker offers."""
+    return types.LaneSpec(
+        num_blocks=registration.num_slabs * registration.native_blocks_per_slab,
+        blocks_per_slab=registration.native_blocks_per_slab,
+        block_size=registration.model.block_size,
+        max_num_seqs=registration.max_num_seqs,
+        max_num_batched_tokens=registration.max_num_batched_tokens,
+        max_model_len=registration.model.max_model_len,
+    )

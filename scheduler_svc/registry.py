@@ -1,0 +1,213 @@
+"""Which workers belong to the cell: registration, the dial back, heartbeats, and when a lane is given up.
+
+Register ──▶ fits the cell? ──▶ Health at its address says the same? ──▶ answered
+                                                                then: fence and manifest ──▶ live ──▶ steps
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import grpc.aio
+
+from protos import common_pb2, scheduler_pb2
+from protos.channel import PROTOCOL_VERSION
+from scheduler_svc import convert
+from scheduler_svc.cell import Cell
+from scheduler_svc.core.types import LaneId
+from scheduler_svc.errors import RegistrationRefusedError, WorkerUnreachableError
+from scheduler_svc.lane_driver import LaneDriver, LaneFencedError, LaneIdentity, LaneLostError, WorkerLink
+from scheduler_svc.timing import Clock, Timing
+
+logger = logging.getLogger(__name__)
+
+# What all workers of a cell must agree on. The core counts in these, or cached blocks would not be what they are said
+# to be.
+_SHARED_MODEL_FIELDS = ("fingerprint", "block_size", "max_model_len", "vocab_size", "dtype", "kv_cache_dtype")
+
+
+class AllLanesFencedError(Exception):
+    """Another scheduler has taken this one's workers."""
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """A registered worker; `task` runs its driver."""
+
+    driver: LaneDriver
+    max_num_seqs: int
+    last_heartbeat_ms: int
+    task: asyncio.Task[None] | None = None
+
+
+class Registry:
+    """The cell's workers. `on_model` is called when the first of them has told the cell's model."""
+
+    def __init__(self, cell: Cell, timing: Timing, clock: Clock, on_model: Callable[[], None]) -> None:
+        self.kv_capacity_tokens = 0  # of the largest lane that was ever here, by which the core refuses prompts too
+        self._cell = cell
+        self._timing = timing
+        self._clock = clock
+        self._on_model = on_model
+        self._lanes: dict[LaneId, Lane] = {}
+        self._newest_epochs: dict[LaneId, int] = {}
+        self._fenced_since_ms: dict[LaneId, int] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def lanes(self) -> Iterable[Lane]:
+        """Registered workers, live or on the way to it."""
+        return self._lanes.values()
+
+    async def register(self, message: scheduler_pb2.RegisterRequest) -> None:
+        """Take a worker in; its lane becomes live later. Raises ServiceError with the reason for a refusal."""
+        identity = LaneIdentity(LaneId(message.instance_id), message.address, message.lane_epoch)
+        # A worker that ended its lane's epoch to begin one here has not gone to another scheduler.
+        self._fenced_since_ms.pop(identity.lane_id, None)
+        self._check(message, identity)
+        # At once, so that an older Register that is still being dialed back loses.
+        self._newest_epochs[identity.lane_id] = identity.lane_epoch
+        link = WorkerLink(identity.address, self._cell.settings.cluster_token)
+        try:
+            await self._dial_back(link, identity)
+            if self._newest_epochs[identity.lane_id] != identity.lane_epoch:
+                raise RegistrationRefusedError(
+                    f"lane_epoch {identity.lane_epoch}: a newer one has registered meanwhile"
+                )
+            self._check_model(message.model)
+        except BaseException:
+            await link.close()
+            raise
+        self._admit(message, identity, link)
+
+    def heartbeat(self, message: scheduler_pb2.HeartbeatRequest) -> bool:
+        """Note that a worker lives; return whether it is known in this epoch."""
+        lane = self._lanes.get(LaneId(message.instance_id))
+        if lane is None or lane.driver.identity.lane_epoch != message.lane_epoch:
+            return False
+        lane.last_heartbeat_ms = self._clock()
+        return True
+
+    def judge(self) -> None:
+        """Give up lanes that are silent or whose step is overdue; fail the cell when another scheduler has taken it."""
+        now_ms = self._clock()
+        for lane in list(self._lanes.values()):
+            silent_ms = now_ms - max(lane.last_heartbeat_ms, lane.driver.last_result_ms)
+            if silent_ms > self._timing.silence_ms:
+                self._lose(lane, f"silent for {silent_ms} ms")
+            elif (reason := lane.driver.overdue(now_ms)) is not None:
+                self._lose(lane, reason)
+        if not self._fenced_since_ms or self._lanes:
+            return
+        if now_ms - max(self._fenced_since_ms.values()) > self._timing.fenced_ms:
+            self._cell.fail(AllLanesFencedError("all workers obey another scheduler now"))
+
+    def restart_timers(self) -> None:
+        """Begin all waiting anew: this process's own loop was late."""
+        now_ms = self._clock()
+        for lane in self._lanes.values():
+            lane.last_heartbeat_ms = now_ms
+            lane.driver.restart_timers(now_ms)
+
+    async def close(self) -> None:
+        """End all lanes' streams; what the core holds stays as it is."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _check(self, message: scheduler_pb2.RegisterRequest, identity: LaneIdentity) -> None:
+        """Raise RegistrationRefusedError for what can be told without asking the worker."""
+        if message.protocol_version != PROTOCOL_VERSION:
+            raise RegistrationRefusedError(
+                f"protocol version: the worker has {message.protocol_version}, the scheduler {PROTOCOL_VERSION}"
+            )
+        for name in ("instance_id", "address"):
+            if not getattr(message, name):
+                raise RegistrationRefusedError(f"{name} is empty")
+        for name in ("num_slabs", "native_blocks_per_slab", "max_num_seqs", "max_num_batched_tokens"):
+            if getattr(message, name) == 0:
+                raise RegistrationRefusedError(f"{name} is 0")
+        self._check_model(message.model)
+        known = self._lanes.get(identity.lane_id)
+        if known is not None and known.driver.identity.address != identity.address:
+            raise RegistrationRefusedError(
+                f"instance_id {identity.lane_id} is known at {known.driver.identity.address}, not at {identity.address}"
+            )
+        newest_epoch = self._newest_epochs.get(identity.lane_id)
+        if newest_epoch is not None and identity.lane_epoch <= newest_epoch:
+            raise RegistrationRefusedError(
+                f"lane_epoch must grow: the worker has {identity.lane_epoch}, the scheduler knows {newest_epoch}"
+            )
+
+    def _check_model(self, model: common_pb2.ModelInfo) -> None:
+        """Raise RegistrationRefusedError unless the model is the one that the cell's first worker brought."""
+        for name in ("block_size", "max_model_len", "vocab_size"):
+            if getattr(model, name) == 0:
+                raise RegistrationRefusedError(f"the model's {name} is 0")
+        if self._cell.model is None:
+            return
+        for name in _SHARED_MODEL_FIELDS:
+            ours, theirs = getattr(self._cell.model, name), getattr(model, name)
+            if ours != theirs:
+                raise RegistrationRefusedError(f"{name}: the worker has {_shown(theirs)}, this cell {_shown(ours)}")
+
+    async def _dial_back(self, link: WorkerLink, identity: LaneIdentity) -> None:
+        """Raise unless the worker that registered is the one that answers at its address."""
+        try:
+            health = await link.health(self._timing.dial_ms)
+        except grpc.aio.AioRpcError as error:
+            raise WorkerUnreachableError(
+                f"the scheduler cannot reach the worker at {identity.address}: {error.details()}"
+            ) from error
+        if (health.instance_id, health.lane_epoch) != (identity.lane_id, identity.lane_epoch):
+            raise RegistrationRefusedError(
+                f"at {identity.address} answers instance_id {health.instance_id}, lane_epoch {health.lane_epoch}, "
+                f"not {identity.lane_id}, {identity.lane_epoch}"
+            )
+
+    def _admit(self, message: scheduler_pb2.RegisterRequest, identity: LaneIdentity, link: WorkerLink) -> None:
+        previous = self._lanes.get(identity.lane_id)
+        if previous is not None:
+            self._lose(previous, "the worker registered again")
+        spec = convert.lane_spec_from_wire(message)
+        self.kv_capacity_tokens = max(self.kv_capacity_tokens, spec.num_blocks * spec.block_size)
+        if self._cell.model is None:
+            self._cell.model = message.model
+            self._on_model()
+        lane = Lane(
+            driver=LaneDriver(identity, spec, link, self._cell, self._timing, self._clock),
+            max_num_seqs=min(spec.max_num_seqs, self._cell.settings.max_num_seqs),
+            last_heartbeat_ms=self._clock(),
+        )
+        self._lanes[identity.lane_id] = lane
+        lane.task = asyncio.create_task(self._drive(lane), name=f"lane {identity.lane_id}")
+        self._tasks.add(lane.task)
+        lane.task.add_done_callback(self._tasks.discard)
+
+    async def _drive(self, lane: Lane) -> None:
+        try:
+            await lane.driver.run()
+        except LaneLostError as error:
+            if isinstance(error, LaneFencedError):
+                self._fenced_since_ms[lane.driver.identity.lane_id] = self._clock()
+            self._lose(lane, str(error))
+        except Exception as error:
+            self._cell.fail(error)
+
+    def _lose(self, lane: Lane, reason: str) -> None:
+        """Forget a worker; its sequences go back to the queue. Does nothing for one that is forgotten already."""
+        identity = lane.driver.identity
+        if self._lanes.get(identity.lane_id) is not lane:
+            return
+        logger.warning("lane %s at %s is lost: %s", identity.lane_id, identity.address, reason)
+        del self._lanes[identity.lane_id]
+        if lane.task is not None and lane.task is not asyncio.current_task():
+            lane.task.cancel()
+        if lane.driver.is_live:
+            lane.driver.is_live = False
+            self._cell.drop_lane(identity.lane_id)
+
+
+def _shown(value: object) -> str:
+    return value.hex()[:16] if isinstance(value, bytes) else str(value)

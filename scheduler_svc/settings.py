@@ -1,0 +1,61 @@
+"""The scheduler's settings: flags, or `QUIRE_*` variables with the same names. Imports nothing heavy."""
+
+from typing import Literal
+
+from pydantic import Field, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class SchedulerSettings(BaseSettings):
+    """Where the scheduler listens, and what it lets a cell take on."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="QUIRE_",
+        frozen=True,
+        cli_prog_name="python -m scheduler_svc",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_avoid_json=True,
+        cli_hide_none_type=True,
+        cli_exit_on_error=False,
+    )
+
+    host: str = Field(default="127.0.0.1", description="interface to listen on")
+    cluster_token: str = Field(
+        default="", description="secret that every call between services carries; needed beyond loopback"
+    )
+    log_level: str = Field(
+        default="info", description="least severe log lines that are shown: debug, info, warning, error"
+    )
+
+    scheduler_port: int = Field(
+        default=50051, ge=0, le=65535, description="port of the scheduler's gRPC service; 0: any free one"
+    )
+    scheduling_policy: Literal["continuous", "static"] = Field(
+        default="continuous",
+        description="continuous: sequences join and leave the batch at every step; static: a batch runs to its end "
+        "before the next begins (only to compare with)",
+    )
+    max_num_seqs: int = Field(default=128, ge=1, description="sequences that a worker computes at once")
+    max_num_batched_tokens: int | None = Field(
+        default=None, ge=1, description="tokens that a step computes; none: 512 on a CPU, 8192 on a GPU"
+    )
+    max_queued_requests: int = Field(
+        default=1024, ge=1, description="sequences that may wait for room on a worker; more are refused with status 429"
+    )
+    enable_prefix_caching: bool = Field(
+        default=True,
+        description="reuse the KV of prompt prefixes that were computed before, instead of computing them again",
+    )
+    scheduler_drain_seconds: float = Field(
+        default=300.0,
+        ge=0,
+        description="seconds that running requests get to finish after SIGTERM; what is left then is ended",
+    )
+
+    @field_validator("log_level")
+    @classmethod
+    def _check_log_level(cls, value: str) -> str:
+        if value.lower() not in ("debug", "info", "warning", "error"):
+            raise ValueError(f"{value} is none of debug, info, warning, error")
+        return value
