@@ -1,0 +1,112 @@
+"""From a checked request to a reply under way: what chat completions and completions have in common."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gateway.admission import Admission
+from gateway.chat_template import load_chat_template
+from gateway.errors import InvalidRequestError, UnknownModelError
+from gateway.metrics import Metrics, RequestMetrics
+from gateway.prompts import Limits, Prompts
+from gateway.reply import Reply
+from gateway.sampling import sampling_params
+from gateway.schemas import GenerateRequest
+from gateway.session import SchedulerSession
+from gateway.settings import GatewaySettings
+from gateway.shapes import Shape
+from gateway.streaming import StreamedReply, WholeReply
+from gateway.tokenizer import ModelTokenizer
+from protos import scheduler_pb2
+
+MAX_SUBMIT_BYTES = 16 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """What a gateway process has: made once, used by every request."""
+
+    settings: GatewaySettings
+    prompts: Prompts
+    session: SchedulerSession
+    admission: Admission
+    metrics: Metrics
+
+    @classmethod
+    def load(cls, settings: GatewaySettings) -> "Gateway":
+        """Read the model's folder. Raises StartupError."""
+        folder = Path(settings.model)
+        tokenizer = ModelTokenizer.load(folder)
+        prompts = Prompts(tokenizer, load_chat_template(folder, settings.chat_template))
+        session = SchedulerSession(settings.scheduler, settings.cluster_token)
+        return cls(settings, prompts, session, Admission(session), Metrics())
+
+    @property
+    def model_name(self) -> str:
+        """The name by which clients call the model. Raises UnavailableError before a worker has registered."""
+        return self.settings.served_model_name or str(self.session.require_cell().model.name)
+
+    @property
+    def limits(self) -> Limits:
+        """What a prompt must fit. Raises UnavailableError before a worker has registered."""
+        return Limits.from_wire(self.session.require_cell())
+
+    @property
+    def request_metrics(self) -> RequestMetrics:
+        """Where requests are counted. Raises UnavailableError before a worker has registered."""
+        return self.metrics.for_model(self.model_name)
+
+    def check_model(self, name: str | None) -> None:
+        """Raise UnknownModelError when a request names another model than the one served; it may name none."""
+        if name is not None and name != self.model_name:
+            raise UnknownModelError(name)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSource:
+    """Where a request's prompts come from."""
+
+    param: str  # the parameter that holds them
+    num_prompts: int
+    tokenize: Callable[[], Awaitable[Sequence[list[int]]]]
+
+
+async def respond(
+    gateway: Gateway, request: GenerateRequest, reply_id: str, source: PromptSource, shape: Shape
+) -> StreamedReply | WholeReply:
+    """Tokenize and submit a request; return the HTTP response that the client asked for, which owns what was begun.
+
+    Raises ApiError, and nothing is submitted then.
+    """
+    gateway.check_model(request.model)
+    with gateway.admission.preparing(source.num_prompts):
+        prompts = await source.tokenize()
+        limits = gateway.limits
+        submits = [
+            _submit(request, f"{reply_id}-{idx}", token_ids, limits, source.param)
+            for idx, token_ids in enumerate(prompts)
+        ]
+        reply = Reply(gateway.session, gateway.prompts.tokenizer, gateway.request_metrics, gateway.admission, request)
+        reply.submit(submits, gateway.settings.request_timeout_seconds)
+    if request.stream:
+        return StreamedReply(reply, shape, gateway.settings.client_stall_seconds)
+    return WholeReply(reply, shape)
+
+
+def _submit(
+    request: GenerateRequest, request_id: str, token_ids: list[int], limits: Limits, param: str
+) -> scheduler_pb2.Submit:
+    room_tokens = limits.room_tokens(len(token_ids), param)
+    submit = scheduler_pb2.Submit(
+        request_id=request_id,
+        token_ids=token_ids,
+        sampling=sampling_params(request, limits.vocab_size, room_tokens),
+        n=request.n,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+    )
+    if (num_bytes := submit.ByteSize()) > MAX_SUBMIT_BYTES:
+        raise InvalidRequestError(
+            f"The request takes {num_bytes} bytes, more than the {MAX_SUBMIT_BYTES} that one may have.", param
+        )
+    return submit

@@ -1,0 +1,190 @@
+"""Prometheus metrics: the gateway's own, under vLLM's names so that people's dashboards work, and the cell's.
+
+The cell's figures are asked of the scheduler at scrape time. While it is away the gateway's own are still served.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from protos import scheduler_pb2
+
+# A series with the time of birth for each counter would double the page.
+disable_created_metrics()  # type: ignore[no-untyped-call]  # the library has no types for it
+
+# vLLM's own buckets, in seconds.
+_TTFT_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_INTER_TOKEN_BUCKETS = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+_REQUEST_BUCKETS = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+_FINISHED_REASONS = ("stop", "length", "abort", "error")
+
+
+class RequestMetrics:
+    """Latencies and counts of the requests that this gateway answers, as it sees them."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        labels = ["model_name"]
+
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+            return Histogram(name, text, labels, registry=registry, buckets=buckets).labels(model_name)
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(name, text, labels, registry=registry).labels(model_name)
+
+        self._ttft = histogram(
+            "vllm:time_to_first_token_seconds", "From a request to a choice's first token.", _TTFT_BUCKETS
+        )
+        self._inter_token = histogram(
+            "vllm:inter_token_latency_seconds", "Between two tokens of a choice.", _INTER_TOKEN_BUCKETS
+        )
+        self._latency = histogram("vllm:e2e_request_latency_seconds", "From a request to its end.", _REQUEST_BUCKETS)
+        self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens submitted, cached ones included.")
+        self._output_tokens = counter("vllm:generation_tokens", "Output tokens that this gateway received.")
+        finished = Counter(
+            "vllm:request_success", "Choices that ended.", [*labels, "finished_reason"], registry=registry
+        )
+        self._finished = {reason: finished.labels(model_name, reason) for reason in _FINISHED_REASONS}
+        self._open = Gauge("quire_gateway_requests_open", "Requests being answered.", labels, registry=registry).labels(
+            model_name
+        )
+
+    def submitted(self, num_prompt_tokens: int) -> None:
+        """Count a request on its way to the scheduler."""
+        self._open.inc()
+        self._prompt_tokens.inc(num_prompt_tokens)
+
+    def tokens(self, last_token_s: float | None, start_s: float, now_s: float, num_tokens: int) -> None:
+        """Count tokens that a choice got at `now_s`, after those at `last_token_s` (None: they are its first)."""
+        if not num_tokens:
+            return
+        self._output_tokens.inc(num_tokens)
+        if last_token_s is None:
+            self._ttft.observe(now_s - start_s)
+            return
+        for _ in range(num_tokens):
+            self._inter_token.observe((now_s - last_token_s) / num_tokens)
+
+    def finish(self, reason: str) -> None:
+        """Count the end of a choice."""
+        self._finished[reason].inc()
+
+    def end(self, seconds: float, num_unfinished: int, failed: bool) -> None:
+        """Count the end of a request that took `seconds`; its unfinished choices failed, or the client left them."""
+        self._open.dec()
+        self._latency.observe(seconds)
+        self._finished["error" if failed else "abort"].inc(num_unfinished)
+
+
+class CellCollector(Collector):
+    """The cell's figures, as the scheduler stated them last."""
+
+    def __init__(self) -> None:
+        self.model_name = ""  # until it is known
+        self.stats: scheduler_pb2.CellStats | None = None
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric of the cell; without figures only that there are none."""
+        stats = self.stats
+        yield self._gauge("quire_scheduler_up", "1 when the scheduler answers this gateway.", float(stats is not None))
+        if stats is None:
+            return
+        yield from self._totals(stats)
+        yield self._gauge("vllm:num_requests_running", "Sequences that are being computed.", stats.num_running_seqs)
+        yield self._gauge("vllm:num_requests_waiting", "Sequences that wait for a worker.", stats.num_waiting_seqs)
+        usage = _kv_usage(stats.lanes)
+        yield self._gauge("vllm:kv_cache_usage_perc", "Share of KV blocks that sequences hold, 0 to 1.", usage)
+        yield self._gauge("vllm:gpu_cache_usage_perc", "The older name of vllm:kv_cache_usage_perc.", usage)
+        yield self._gauge("quire_workers", "Workers that can serve.", len(stats.lanes))
+        yield self._gauge("quire_scheduler_uptime_seconds", "Since the scheduler started.", stats.uptime_ms / 1000)
+        yield from _lane_metrics(stats.lanes)
+
+    def _totals(self, stats: scheduler_pb2.CellStats) -> Iterator[Metric]:
+        for name, text, value in (
+            (
+                "vllm:prefix_cache_queries",
+                "Prompt tokens looked up in the prefix cache.",
+                stats.prefix_cache_queries_total,
+            ),
+            ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_cache_hits_total),
+            ("vllm:num_preemptions", "Sequences that gave up their blocks.", stats.num_preemptions_total),
+            ("quire_computed_prompt_tokens", "Prompt tokens that workers computed.", stats.num_prompt_tokens_total),
+            ("quire_output_tokens", "Output tokens of the whole cell.", stats.num_output_tokens_total),
+            ("quire_steps", "Steps that workers ran.", stats.num_steps_total),
+            ("quire_evicted_blocks", "Cached blocks that were overwritten.", stats.num_evicted_blocks_total),
+            ("quire_worker_losses", "Workers that were lost.", stats.num_worker_losses_total),
+        ):
+            metric = CounterMetricFamily(name, text, labels=["model_name"])
+            metric.add_metric([self.model_name], value)
+            yield metric
+
+    def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
+        metric = GaugeMetricFamily(name, text, labels=["model_name"])
+        metric.add_metric([self.model_name], value)
+        return metric
+
+
+def _kv_usage(lanes: Sequence[scheduler_pb2.LaneStats]) -> float:
+    num_blocks = sum(lane.num_blocks for lane in lanes)
+    num_available = sum(lane.num_free_blocks + lane.num_cached_blocks for lane in lanes)
+    return 1 - num_available / num_blocks if num_blocks else 0.0
+
+
+def _lane_metrics(lanes: Sequence[scheduler_pb2.LaneStats]) -> Iterator[Metric]:
+    blocks = GaugeMetricFamily("quire_kv_blocks", "KV blocks of a worker, by state.", labels=["worker", "state"])
+    slots = GaugeMetricFamily("quire_kv_slots", "Token slots of decoding sequences.", labels=["worker", "state"])
+    running = GaugeMetricFamily("quire_worker_running_seqs", "Sequences on a worker.", labels=["worker"])
+    in_flight = GaugeMetricFamily("quire_worker_steps_in_flight", "Steps sent and not answered.", labels=["worker"])
+    step = GaugeMetricFamily("quire_worker_last_step_seconds", "Duration of the last step.", labels=["worker"])
+    for lane in lanes:
+        worker = lane.address
+        num_idle = lane.num_free_blocks + lane.num_cached_blocks + lane.num_quarantined_blocks
+        blocks.add_metric([worker, "free"], lane.num_free_blocks)
+        blocks.add_metric([worker, "cached"], lane.num_cached_blocks)
+        blocks.add_metric([worker, "quarantined"], lane.num_quarantined_blocks)
+        blocks.add_metric([worker, "referenced"], max(0, lane.num_blocks - num_idle))
+        slots.add_metric([worker, "allocated"], lane.num_allocated_slots)
+        slots.add_metric([worker, "used"], lane.num_used_slots)
+        running.add_metric([worker], lane.num_running_seqs)
+        in_flight.add_metric([worker], lane.num_steps_in_flight)
+        step.add_metric([worker], lane.last_step_ms / 1000)
+    yield from (blocks, slots, running, in_flight, step)
+
+
+class Metrics:
+    """All that `GET /metrics` shows."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._cell = CellCollector()
+        self._registry.register(self._cell)
+        self._requests: RequestMetrics | None = None
+
+    def for_model(self, model_name: str) -> RequestMetrics:
+        """Return where requests are counted. The first call, when a worker has registered, fixes the model's name."""
+        if self._requests is None:
+            self._cell.model_name = model_name
+            self._requests = RequestMetrics(self._registry, model_name)
+        return self._requests
+
+    def render(self, stats: scheduler_pb2.CellStats | None) -> bytes:
+        """Return the page, with the cell's figures where there are any."""
+        self._cell.stats = stats
+        return generate_latest(self._registry)

@@ -1,0 +1,1 @@
+"""The pages of the REST API, one module for each subject."""

@@ -1,0 +1,26 @@
+"""Reads the JSON body of a request, whatever content type the client names, and describes it in the API's schema."""
+
+from typing import Any
+
+from fastapi import Request
+from pydantic import BaseModel
+
+from gateway.errors import InvalidRequestError
+from gateway.schemas import parse_object
+
+MAX_BODY_BYTES = 64 * 1024 * 1024
+
+
+async def read_object(request: Request) -> dict[str, Any]:
+    """Return the JSON object of the body. Raises InvalidRequestError, for a body that is too long too."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            raise InvalidRequestError(f"The request's body is longer than {MAX_BODY_BYTES} bytes.")
+    return parse_object(bytes(body))
+
+
+def described_by(request_class: type[BaseModel]) -> dict[str, Any]:
+    """Return what a route says about its body in the OpenAPI schema."""
+    return {"requestBody": {"content": {"application/json": {"schema": request_class.model_json_schema()}}}}

@@ -1,0 +1,34 @@
+"""`POST /v1/completions`."""
+
+from fastapi import APIRouter, Request, Response
+
+from gateway.answering import Gateway, PromptSource, respond
+from gateway.reply import new_reply_id
+from gateway.routes.body import described_by, read_object
+from gateway.schemas import CompletionRequest, Prompt, check
+from gateway.shapes import CompletionShape
+
+
+def completions_router(gateway: Gateway) -> APIRouter:
+    """Return the route of completions."""
+    router = APIRouter()
+
+    def text_of(prompt: Prompt) -> str:
+        return prompt if isinstance(prompt, str) else gateway.prompts.tokenizer.decode(prompt)
+
+    @router.post("/v1/completions", openapi_extra=described_by(CompletionRequest))
+    async def create_completion(request: Request) -> Response:
+        """Continue one or more prompts."""
+        body = check(CompletionRequest, await read_object(request))
+
+        async def tokenize() -> list[list[int]]:
+            limits, of_completion = gateway.limits, gateway.prompts.of_completion
+            return [await of_completion(prompt, body.add_special_tokens, limits) for prompt in body.prompt]
+
+        reply_id = new_reply_id("cmpl")
+        echoes = [text_of(prompt) for prompt in body.prompt for _ in range(body.n)] if body.echo else []
+        tokenizer = gateway.prompts.tokenizer
+        shape = CompletionShape(reply_id, gateway.model_name, tokenizer, body.include_usage, echoes)
+        return await respond(gateway, body, reply_id, PromptSource("prompt", len(body.prompt), tokenize), shape)
+
+    return router

@@ -1,0 +1,111 @@
+"""`python -m gateway` as a process: how it starts, how it refuses to, and how it stops."""
+
+import asyncio
+import contextlib
+import re
+import signal
+import socket
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from gateway.__main__ import main
+from protos import common_pb2
+from tests.gateway.fakes import FakeScheduler, eventually, make_byte_level_tokenizer, make_usage, until_ready
+
+
+@contextlib.asynccontextmanager
+async def gateway_process(*arguments: str) -> AsyncIterator[Process]:
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "gateway", *arguments, stderr=PIPE)
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def line_with(process: Process, words: str) -> str:
+    """The next line of the log that has these words."""
+    assert process.stderr is not None
+    async with asyncio.timeout(60):
+        while line := (await process.stderr.readline()).decode():
+            if words in line:
+                return line
+    raise AssertionError(f"the log has no {words!r}")
+
+
+def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What a gateway says that does not start."""
+    monkeypatch.setattr(sys, "argv", ["gateway", *arguments])
+    assert main() == 1
+    return capsys.readouterr().err
+
+
+def test_mistakes_at_the_start_are_one_line(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for arguments, words in (
+            (["--model", "/nothing"], "--model /nothing: no such folder"),
+            (["--model", str(model_folder), "--port", str(port)], f"cannot listen on 127.0.0.1 port {port}"),
+            (["--port", "many"], "--port: "),
+            (["--log-level", "loud"], "--log-level loud"),
+            (["--colour", "red"], "--colour"),
+        ):
+            message = refusal(monkeypatch, capsys, *arguments)
+            assert words in message
+            assert message.count("\n") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_signal_drains_and_exits_with_0(model_folder: Path, number: signal.Signals) -> None:
+    scheduler = FakeScheduler()
+    await scheduler.start()
+    token_ids = make_byte_level_tokenizer().encode("the quick fox").ids
+    arguments = ["--model", str(model_folder), "--port", "0", "--scheduler", scheduler.address]
+    async with gateway_process(*arguments) as process:
+        found = re.search(r"ready on (http://127\.0\.0\.1:\d+)", await line_with(process, "ready on"))
+        assert found is not None
+        async with httpx.AsyncClient(base_url=found.group(1), timeout=30) as http:
+            await until_ready(http)
+            streaming = asyncio.create_task(http.post("/v1/completions", json={"prompt": "hello", "stream": True}))
+            await eventually(lambda: bool(scheduler.submits))
+            request_id = scheduler.submits[0].request_id
+            scheduler.session.run(request_id, 0, token_ids[:1])
+            process.send_signal(number)
+            await line_with(process, "draining")
+            response = await http.post("/v1/completions", json={"prompt": "hello"})
+            assert (response.status_code, response.json()["error"]["code"]) == (503, "service_unavailable")
+            assert (await http.get("/health")).status_code == 200
+            reason = common_pb2.FINISH_REASON_LENGTH
+            scheduler.session.run(request_id, 1, token_ids[1:], finish_reason=reason, usage=make_usage())
+            assert (await streaming).text.endswith("data: [DONE]\n\n")
+        async with asyncio.timeout(30):
+            assert await process.wait() == 0
+    await scheduler.stop()
+
+
+async def test_second_signal_ends_a_stream_that_does_not(model_folder: Path) -> None:
+    scheduler = FakeScheduler()
+    await scheduler.start()
+    arguments = ["--model", str(model_folder), "--port", "0", "--scheduler", scheduler.address]
+    async with gateway_process(*arguments) as process:
+        found = re.search(r"ready on (http://\S+)", await line_with(process, "ready on"))
+        assert found is not None
+        async with httpx.AsyncClient(base_url=found.group(1), timeout=30) as http:
+            await until_ready(http)
+            waiting = asyncio.create_task(http.post("/v1/completions", json={"prompt": "hello"}))
+            await eventually(lambda: bool(scheduler.submits))
+            process.send_signal(signal.SIGTERM)
+            await line_with(process, "draining")
+            process.send_signal(signal.SIGTERM)
+            async with asyncio.timeout(30):
+                assert await process.wait() == 0
+            await asyncio.gather(waiting, return_exceptions=True)
+    await scheduler.stop()
