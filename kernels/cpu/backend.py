@@ -1,0 +1,258 @@
+"""The CPU's backend: checks what it is given, writes it into a launch record, runs the compiled loops on all threads.
+
+A launch costs about ten microseconds before its threads work: tensors pass as addresses, scratch memory is kept from
+one launch to the next, and nothing is converted or allocated.
+"""
+
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.cpu.attention import run_units
+from kernels.cpu.blocks import WRITE, check_entries, copy_entries, fill_write, write_chunks, zero_entries
+from kernels.cpu.places import BAD_FORMAT, FINE
+from kernels.cpu.plan import LAUNCH, UNIT_BYTES, plan_launch
+from kernels.cpu.rows import ACTIVATION_CODES
+from kernels.cpu.runtime import c_function, run_on_threads
+from kernels.cpu.softmax import TILE_TOKENS
+from kernels.cpu.tiles import THREAD, decode_tile, lay_out, prefill_tile
+from kernels.cpu.vector import BFLOAT16, FLOAT16, FLOAT32, LANES
+from kernels.dispatch import AttentionBatch, AttentionParams
+from kernels.errors import KernelError, OutOfArenaError, UnsupportedFormatError, UnsupportedShapeError
+from kernels.formats import ENTRY_FORMAT_BITS, Format, KVLayout
+
+_CACHE_LINE_BYTES = 64
+_PART_BYTES = 64 << 20  # for parts of split contexts; pages that no launch touches cost nothing
+_FIRST_UNITS = 1024
+_NO_WINDOW = 1 << 40  # more keys than any context has
+_SERIAL_WRITE_ELEMENTS = 1 << 14  # waking the threads costs as much as writing so many
+_BLOCK_SIZES = (8, 16, 32, 64)
+_TAGS = {"bfloat16": BFLOAT16, "float16": FLOAT16, "float32": FLOAT32}
+
+
+class CpuBackend:
+    """kernels.dispatch.Backend for CPUs. Head sizes are multiples of 16; block sizes are 8, 16, 32 or 64."""
+
+    def __init__(self) -> None:
+        self._parts, self._units, self._scratch = (
+            _Buffer(_PART_BYTES),
+            _Buffer(_FIRST_UNITS * UNIT_BYTES),
+            _Buffer(0),
+        )
+        self._attentions: dict[tuple[KVLayout, int, AttentionParams], _Attention] = {}
+        self._writes: dict[KVLayout, _Write] = {}
+
+    def write_kv(self, layer_arena: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor, layout: KVLayout) -> None:
+        """See kernels.dispatch.Backend."""
+        write = self._writes.get(layout)
+        if write is None:
+            write = self._writes[layout] = _Write(layout)
+        if key.shape[1:] != write.shape or value.shape != key.shape or value.dtype != key.dtype:
+            raise UnsupportedShapeError(
+                f"key is {_describe(key)}, value {_describe(value)}: not both [tokens, {write.shape}]"
+            )
+        num_tokens, item, (key_token, key_head, key_element) = key.shape[0], key.element_size(), key.stride()
+        value_token, value_head, value_element = value.stride()
+        if key_element != 1 or value_element != 1:
+            raise UnsupportedShapeError("the last dimension of key or value is not contiguous")
+        _check_integers(slot_mapping, torch.int64, num_tokens, "slot_mapping")
+        fill_write(
+            write.address, key.data_ptr(), value.data_ptr(), slot_mapping.data_ptr(), layer_arena.data_ptr(),
+            key_token * item, key_head * item, value_token * item, value_head * item,
+            _activation_code(key, "key"), num_tokens, layer_arena.numel(),
+        )  # fmt: skip
+        serial = num_tokens * write.token_elements < _SERIAL_WRITE_ELEMENTS
+        run_on_threads(write.body, write.address, 1 if serial else torch.get_num_threads())
+        if write.record["status"][0] != FINE:
+            raise OutOfArenaError(
+                f"slot {write.record['bad_slot'][0]} lies outside the arena of {layer_arena.numel()} bytes"
+            )
+
+    def paged_attention(
+        self,
+        query: Tensor,
+        layer_arena: Tensor,
+        batch: AttentionBatch,
+        params: AttentionParams,
+        layout: KVLayout,
+        out: Tensor,
+    ) -> None:
+        """See kernels.dispatch.Backend."""
+        num_heads, table = query.shape[1], batch.block_table
+        attention = self._attentions.get((layout, num_heads, params))
+        if attention is None:
+            attention = self._attentions[layout, num_heads, params] = _Attention(layout, num_heads, params)
+        num_rows, num_threads = table.shape[0], torch.get_num_threads()
+        _check_rows(query, out, layout.head_size)
+        _check_integers(table, torch.int32, num_rows * table.shape[1], "block_table")
+        _check_integers(batch.context_lens, torch.int32, num_rows, "context_lens")
+        _check_integers(batch.cu_seqlens_q, torch.int32, num_rows + 1, "cu_seqlens_q")
+        self._scratch.reserve(num_threads * attention.scratch_bytes)
+        call = (
+            attention.address,
+            query.data_ptr(), query.stride(0) * query.element_size(), _activation_code(query, "query"),
+            out.data_ptr(), out.stride(0) * out.element_size(), _activation_code(out, "out"),
+            layer_arena.data_ptr(), layer_arena.numel(), table.data_ptr(), table.shape[1],
+            batch.context_lens.data_ptr(), batch.cu_seqlens_q.data_ptr(), num_rows, num_threads, self._scratch.address,
+        )  # fmt: skip
+        num_units = self._plan(*call)
+        if num_units * UNIT_BYTES > self._units.num_bytes:
+            self._units.reserve(num_units * UNIT_BYTES)
+            num_units = self._plan(*call)
+        run_on_threads(attention.body, attention.address, num_threads if num_units > 1 else 1)
+        if attention.record["status"][0] != FINE:
+            raise _entry_error(int(attention.record["status"][0]), int(attention.record["bad_entry"][0]))
+
+    def _plan(self, *call: int) -> int:
+        units, parts, plan = self._units, self._parts, cast(Callable[..., int], plan_launch)
+        return plan(*call, units.address, units.num_bytes // UNIT_BYTES, parts.address, parts.num_bytes // 4)
+
+    def copy_blocks(self, arena: Tensor, src_entries: Tensor, dst_entries: Tensor, layout: KVLayout) -> None:
+        """See kernels.dispatch.Backend."""
+        _check_integers(dst_entries, torch.int32, src_entries.shape[0], "dst_entries")
+        place = _checked_entries(arena, src_entries, layout)
+        _checked_entries(arena, dst_entries, layout)
+        num_entries = src_entries.shape[0]
+        copy_entries(
+            arena.data_ptr(), arena.shape[0], src_entries.data_ptr(), dst_entries.data_ptr(), num_entries, *place
+        )
+
+    def zero_blocks(self, arena: Tensor, entries: Tensor, layout: KVLayout) -> None:
+        """See kernels.dispatch.Backend."""
+        place = _checked_entries(arena, entries, layout)
+        zero_entries(arena.data_ptr(), arena.shape[0], entries.data_ptr(), entries.shape[0], *place)
+
+    def warm_up(self, layout: KVLayout, num_query_heads: int, params: AttentionParams) -> None:
+        """See kernels.dispatch.Backend."""
+        arena = torch.zeros(1, 1, layout.slab_bytes, dtype=torch.uint8)
+        entries = torch.zeros(1, dtype=torch.int32)
+        self.zero_blocks(arena, entries, layout)
+        self.copy_blocks(arena, entries, entries, layout)
+        key = torch.zeros(1, layout.num_kv_heads, layout.head_size)
+        self.write_kv(arena[0], key, key, torch.zeros(1, dtype=torch.int64), layout)
+        query = torch.zeros(1, num_query_heads, layout.head_size)
+        one = torch.ones(1, dtype=torch.int32)
+        batch = AttentionBatch(entries.view(1, 1), one, torch.tensor([0, 1], dtype=torch.int32), 1)
+        self.paged_attention(query, arena[0], batch, params, layout, query)
+
+
+class _Buffer:
+    """Memory that begins on a cache line and grows when asked to; what it held is then lost."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = -1
+        self.reserve(num_bytes)
+
+    def reserve(self, num_bytes: int) -> None:
+        """Make it at least as large."""
+        if num_bytes > self.num_bytes:
+            self._memory = np.empty(num_bytes + _CACHE_LINE_BYTES, np.uint8)
+            self.num_bytes = num_bytes
+            self.address = -(-self._memory.ctypes.data // _CACHE_LINE_BYTES) * _CACHE_LINE_BYTES
+
+
+class _Attention:
+    """What all launches of one kind of layer have in common: the record, its fixed fields filled in, and the loop."""
+
+    def __init__(self, layout: KVLayout, num_query_heads: int, params: AttentionParams) -> None:
+        _check_layout(layout)
+        if num_query_heads % layout.num_kv_heads != 0:
+            raise UnsupportedShapeError(
+                f"{num_query_heads} query heads cannot share {layout.num_kv_heads} KV heads evenly"
+            )
+        if params.sliding_window is not None and params.sliding_window < 1:
+            raise UnsupportedShapeError(f"sliding_window is {params.sliding_window}, not at least 1")
+        self.record = np.zeros(1, LAUNCH)
+        self.address = self.record.ctypes.data
+        thread = np.zeros(1, THREAD).ctypes.data
+        self.scratch_bytes = lay_out(thread, num_query_heads, layout.head_size) - thread
+        self.body = _c_function(run_units, 1, None)
+        fixed = self.record[0]
+        for tile in (decode_tile, prefill_tile):
+            fixed[tile.__name__] = _c_function(tile, 2, layout.native_dtype)
+        fixed["num_kv_heads"], fixed["group"] = layout.num_kv_heads, num_query_heads // layout.num_kv_heads
+        fixed["head_size"], fixed["block_size"] = layout.head_size, layout.block_size
+        fixed["slab_bytes"], fixed["block_bytes"] = layout.slab_bytes, layout.block_bytes(Format.NATIVE)
+        fixed["scratch_bytes"] = self.scratch_bytes
+        fixed["window"] = params.sliding_window or _NO_WINDOW
+        # The kernels count in powers of 2, and take a capped score divided by its cap.
+        fixed["query_scale"] = params.scale / params.soft_cap if params.soft_cap else params.scale * math.log2(math.e)
+        fixed["cap"] = params.soft_cap * math.log2(math.e) if params.soft_cap else 0.0
+
+
+class _Write:
+    """What all writes into arenas of one layout have in common."""
+
+    def __init__(self, layout: KVLayout) -> None:
+        _check_layout(layout)
+        self.shape = (layout.num_kv_heads, layout.head_size)
+        self.token_elements = layout.num_kv_heads * layout.head_size
+        self.record = np.zeros(1, WRITE)
+        self.address = self.record.ctypes.data
+        self.body = _c_function(write_chunks, 1, layout.native_dtype)
+        fixed = self.record[0]
+        fixed["num_heads"], fixed["head_size"] = self.shape
+        fixed["block_size"] = layout.block_size
+        fixed["slab_bytes"], fixed["block_bytes"] = layout.slab_bytes, layout.block_bytes(Format.NATIVE)
+
+
+@cache
+def _c_function(function: Callable[..., None], num_addresses: int, native_dtype: str | None) -> int:
+    return c_function(function, num_addresses, None if native_dtype is None else _TAGS[native_dtype])
+
+
+def _check_layout(layout: KVLayout) -> None:
+    if layout.head_size % LANES != 0:
+        raise UnsupportedShapeError(f"head size {layout.head_size} is not a multiple of {LANES}")
+    if layout.block_size not in _BLOCK_SIZES:
+        raise UnsupportedShapeError(f"block size {layout.block_size} is not one of {', '.join(map(str, _BLOCK_SIZES))}")
+    assert TILE_TOKENS % layout.block_size == 0
+
+
+def _check_rows(query: Tensor, out: Tensor, head_size: int) -> None:
+    if out.shape != query.shape or query.shape[2] != head_size:
+        raise UnsupportedShapeError(f"query is {_describe(query)}, out {_describe(out)}, the head size {head_size}")
+    if query.stride()[1:] != (head_size, 1) or out.stride()[1:] != (head_size, 1):
+        raise UnsupportedShapeError("the last two dimensions of query or out are not contiguous")
+
+
+def _check_integers(tensor: Tensor, dtype: torch.dtype, num_elements: int, name: str) -> None:
+    if tensor.dtype != dtype or tensor.numel() != num_elements or not tensor.is_contiguous():
+        raise UnsupportedShapeError(f"{name} is {_describe(tensor)}, not {num_elements} contiguous elements of {dtype}")
+
+
+def _activation_code(tensor: Tensor, name: str) -> int:
+    code = ACTIVATION_CODES.get(tensor.dtype)
+    if code is None:
+        raise UnsupportedShapeError(f"{name} is {tensor.dtype}, not one of {', '.join(map(str, ACTIVATION_CODES))}")
+    return code
+
+
+def _checked_entries(arena: Tensor, entries: Tensor, layout: KVLayout) -> tuple[int, int, int]:
+    """Raise on entries that cannot be served; returns the bytes of a slab, of a block and of a layer's arena."""
+    _check_integers(entries, torch.int32, entries.shape[0], "entries")
+    if not arena.is_contiguous():
+        raise UnsupportedShapeError("the arena is not contiguous")
+    place = layout.slab_bytes, layout.block_bytes(Format.NATIVE), arena.shape[1] * arena.shape[2]
+    status, bad_entry = check_entries(entries.data_ptr(), entries.shape[0], *place)
+    if status != FINE:
+        raise _entry_error(status, bad_entry)
+    return place
+
+
+def _entry_error(status: int, entry: int) -> KernelError:
+    code = entry & ((1 << ENTRY_FORMAT_BITS) - 1)
+    if status == BAD_FORMAT:
+        return UnsupportedFormatError(
+            f"block-table entry {entry} has format code {code}; only native (0) has a CPU kernel"
+        )
+    return OutOfArenaError(f"block-table entry {entry} names a place outside the arena")
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"

@@ -1,0 +1,189 @@
+"""Queries of a unit against one tile of 64 keys: scores, probabilities, and their sum over the values.
+
+A unit's queries are rows of a product: all (head, query token, query head of the group) of the unit, in that order. A
+single token is multiplied by the blocks where they lie; more tokens have rows enough to pay for float32 copies:
+
+    keys    panels of 16 tokens, each [head_size][16]        values    panels of 16 channels, each [64][16]
+
+Both give the same bits (see `product`), so how a token was scheduled does not show in its result.
+"""
+
+from typing import Any, cast
+
+import numpy as np
+
+from kernels.cpu.places import FINE, check_entry, entry_offset
+from kernels.cpu.plan import TILE_ROWS, first_key, launch_at
+from kernels.cpu.product import PANEL_ROWS, block_product, panel_product
+from kernels.cpu.runtime import compiled, inlined
+from kernels.cpu.softmax import TILE_TOKENS, rescale, softmax_tile
+from kernels.cpu.vector import FLOAT32, LANES, item_bytes, load, load_int32, load_scalar, record_at, store
+
+_LINE = 64  # bytes of a cache line
+_PANEL = LANES * 4  # bytes of a panel's row
+# Not literals, of which each would make a variant of its own.
+_AFRESH, _ON_TOP = cast(bool, np.bool_(False)), cast(bool, np.bool_(True))
+_WIDE, _FIRST_ROW = cast(int, np.int64(LANES)), cast(int, np.int64(0))
+
+# A thread's own record, at the begin of its scratch memory: the tile that it works at, and the addresses of its arrays,
+# all float32, each beginning on a cache line.
+THREAD = np.dtype(
+    [
+        (name, np.int64)
+        for name in (
+            "row", "head_begin", "head_count", "query_count",
+            "position",  # of the first query
+            "begin",  # of the tile, a multiple of TILE_TOKENS
+            "first", "end",  # keys of the tile that any of the queries sees
+            "query",  # [rows, head_size], scaled
+            "scores",  # [rows, TILE_TOKENS], then probabilities
+            "out", "top", "total",  # [rows, head_size], [rows], [rows]: the state of the rows in this split
+            "merged_out", "merged_top", "merged_total",  # the same of all splits so far
+            "keys", "values",  # [TILE_TOKENS / 16, head_size, 16], [head_size / 16, TILE_TOKENS, 16]
+        )
+    ],
+    align=True,
+)  # fmt: skip
+thread_at = record_at(THREAD)
+_THREAD_BYTES = -(-THREAD.itemsize // _LINE) * _LINE
+
+
+@compiled
+def lay_out(thread: int, num_query_heads: int, head_size: int) -> int:
+    """Write into the record of a thread where the arrays of its scratch memory are; returns where the memory ends."""
+    rows = max(TILE_ROWS, (num_query_heads + PANEL_ROWS - 1) // PANEL_ROWS * PANEL_ROWS)
+    wide, narrow = 4 * rows * head_size, (4 * rows + _LINE - 1) // _LINE * _LINE
+    query = thread + _THREAD_BYTES
+    scores = query + 3 * wide
+    top = scores + 4 * rows * TILE_TOKENS
+    keys = top + 4 * narrow
+    values = keys + 4 * TILE_TOKENS * head_size
+    own = thread_at(thread)
+    own.query, own.out, own.merged_out, own.scores = query, query + wide, query + 2 * wide, scores
+    own.top, own.total, own.merged_top, own.merged_total = top, top + narrow, top + 2 * narrow, top + 3 * narrow
+    own.keys, own.values = keys, values
+    return values + 4 * TILE_TOKENS * head_size
+
+
+@inlined
+def _block(launch_address: int, row: int, block_idx: int) -> int:
+    """Return the address of a row's block."""
+    launch = launch_at(launch_address)
+    entry = load_int32(launch.table, row * launch.table_width + block_idx)
+    address: int = launch.arena + entry_offset(entry, launch.slab_bytes, launch.block_bytes)
+    return address
+
+
+@inlined
+def entries_are_sound(launch_address: int, thread: int) -> bool:
+    """Return whether the tile's blocks can be read; if not, the launch's status says why."""
+    launch, own = launch_at(launch_address), thread_at(thread)
+    for block_idx in range(own.first // launch.block_size, (own.end - 1) // launch.block_size + 1):
+        entry = load_int32(launch.table, own.row * launch.table_width + block_idx)
+        status = check_entry(entry, launch.slab_bytes, launch.block_bytes, launch.arena_bytes)
+        if status != FINE:
+            launch.bad_entry, launch.status = entry, status
+            return False
+    return True
+
+
+@inlined
+def _softmax_rows(launch_address: int, thread: int, row_begin: int) -> None:
+    """Turn one head's scores into probabilities, and bring its rows' state to the new tops."""
+    launch, own = launch_at(launch_address), thread_at(thread)
+    for i in range(own.query_count):
+        first = first_key(own.position + i, launch.window) - own.begin
+        end = own.position + i + 1 - own.begin
+        for r in range(row_begin + i * launch.group, row_begin + (i + 1) * launch.group):
+            top, total = own.top + 4 * r, own.total + 4 * r
+            scores = own.scores + 4 * TILE_TOKENS * r
+            new_top, factor, added = softmax_tile(scores, first, end, launch.cap, load_scalar(top, FLOAT32))
+            store(top, new_top, FLOAT32)
+            store(total, np.float32(np.float32(load_scalar(total, FLOAT32) * factor) + added), FLOAT32)
+            rescale(own.out + 4 * launch.head_size * r, launch.head_size, factor)
+
+
+def decode_tile(launch_address: int, thread: int, tag: Any) -> None:
+    """Bring a tile of keys into the state of a single query token's rows, block by block.
+
+    While one block's keys or values of a head are at work, what comes next is asked for: keys of the next block, after
+    the last block's the first block's values, and so on to the next head's keys.
+    """
+    launch, own = launch_at(launch_address), thread_at(thread)
+    item, size, block_size = item_bytes(tag), launch.head_size, launch.block_size
+    plane = block_size * size * item  # keys or values of one head
+    lanes = min(_WIDE, block_size)
+    first_block, end_block = own.first // block_size, (own.end - 1) // block_size + 1
+    for h in range(own.head_count):
+        keys_at = (own.head_begin + h) * plane
+        values_at = keys_at + launch.num_kv_heads * plane
+        r = h * launch.group
+        queries, outs, scores = own.query + 4 * size * r, own.out + 4 * size * r, own.scores + 4 * TILE_TOKENS * r
+        block = _block(launch_address, own.row, first_block)
+        for b in range(first_block, end_block):
+            following = _block(launch_address, own.row, b + 1 if b + 1 < end_block else first_block)
+            ahead = following + (keys_at if b + 1 < end_block else values_at)
+            for t in range(0, block_size, lanes):
+                block_product(
+                    launch.group, lanes, scores + 4 * (b * block_size - own.begin + t), 4 * TILE_TOKENS,
+                    queries, 4 * size, block + keys_at + t * item, block_size * item, size, _AFRESH,
+                    ahead + t * size * item, tag,
+                )  # fmt: skip
+            block = following
+        _softmax_rows(launch_address, thread, r)
+        for b in range(first_block, end_block):
+            following = _block(launch_address, own.row, b + 1 if b + 1 < end_block else first_block)
+            ahead = following + (values_at if b + 1 < end_block else keys_at + plane)
+            t = max(own.first, b * block_size)
+            count = min(own.end, (b + 1) * block_size) - t
+            for d in range(0, size, LANES):
+                block_product(
+                    launch.group, _WIDE, outs + 4 * d, 4 * size, scores + 4 * (t - own.begin), 4 * TILE_TOKENS,
+                    block + values_at + ((t - b * block_size) * size + d) * item, size * item, count, _ON_TOP,
+                    ahead + d * block_size * item, tag,
+                )  # fmt: skip
+            block = following
+
+
+def prefill_tile(launch_address: int, thread: int, tag: Any) -> None:
+    """Bring a tile of keys into the state of many query tokens' rows of one head, by float32 copies."""
+    launch, own = launch_at(launch_address), thread_at(thread)
+    size, begin, end = launch.head_size, own.first - own.begin, own.end - own.begin
+    rows = (own.query_count * launch.group + PANEL_ROWS - 1) // PANEL_ROWS * PANEL_ROWS  # what pads them is never read
+    _gather(launch_address, thread, tag)
+    for t in range(begin // LANES * LANES, end, LANES):
+        panel_product(
+            rows, own.scores + 4 * t, 4 * TILE_TOKENS, own.query, 4 * size, own.keys + 4 * size * t, size, _AFRESH
+        )
+    _softmax_rows(launch_address, thread, _FIRST_ROW)
+    for d in range(0, size, LANES):
+        values = own.values + 4 * TILE_TOKENS * d + _PANEL * begin
+        panel_product(
+            rows, own.out + 4 * d, 4 * size, own.scores + 4 * begin, 4 * TILE_TOKENS, values, end - begin, _ON_TOP
+        )
+
+
+@inlined
+def _gather(launch_address: int, thread: int, tag: Any) -> None:
+    """Copy one head's keys and values of a tile into panels. Values of tokens outside the tile's keys stay behind."""
+    launch, own = launch_at(launch_address), thread_at(thread)
+    item, size, block_size = item_bytes(tag), launch.head_size, launch.block_size
+    plane = block_size * size * item
+    for b in range(own.first // block_size, (own.end - 1) // block_size + 1):
+        block = _block(launch_address, own.row, b)
+        keys, values = block + own.head_begin * plane, block + (launch.num_kv_heads + own.head_begin) * plane
+        begin = b * block_size - own.begin
+        if block_size % LANES == 0:
+            for t in range(0, block_size, LANES):
+                panel = own.keys + 4 * size * (begin + t)
+                for d in range(size):
+                    store(panel + _PANEL * d, load(keys + (d * block_size + t) * item, tag), FLOAT32)
+        else:
+            panel = own.keys + 4 * size * (begin // LANES * LANES) + 4 * (begin % LANES)
+            for d in range(size):
+                for t in range(block_size):
+                    store(panel + _PANEL * d + 4 * t, load_scalar(keys + (d * block_size + t) * item, tag), FLOAT32)
+        for t in range(max(0, own.first - own.begin - begin), min(block_size, own.end - own.begin - begin)):
+            for d in range(0, size, LANES):
+                row = own.values + 4 * TILE_TOKENS * d + _PANEL * (begin + t)
+                store(row, load(values + (t * size + d) * item, tag), FLOAT32)

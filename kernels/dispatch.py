@@ -1,0 +1,113 @@
+"""The operations on the paged KV cache, as every backend offers them, and which backend serves a device.
+
+An arena is a contiguous uint8 tensor [num_layers, num_slabs, slab_bytes]; a layer's arena is `arena[layer]`. How the
+elements of a block are ordered is the backend's own business: only the backend that wrote an arena can read it.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kernels.errors import UnsupportedDeviceError
+from kernels.formats import KVLayout
+
+
+@dataclass(slots=True)
+class AttentionBatch:
+    """One ragged batch of prefill chunks and decodes. All tensors are int32, contiguous, on the arena's device.
+
+    Query i of a row is the token at position context_len - query_len + i, and sees the keys up to that position. A row
+    may have no query at all.
+    """
+
+    block_table: Tensor  # [num_rows, max_blocks] entries; those beyond a row's context are never read
+    context_lens: Tensor  # [num_rows] tokens whose KV exists after this step's write_kv
+    cu_seqlens_q: Tensor  # [num_rows + 1] where each row's query tokens begin and end
+    max_query_len: int  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionParams:
+    """What a layer's attention computes: softmax(soft_cap * tanh(scale * q.k / soft_cap)) over the window's keys."""
+
+    scale: float
+    sliding_window: int | None = None  # keys that a query sees, itself included; None: all
+    soft_cap: float | None = None  # None: scores go uncapped
+
+
+class Backend(Protocol):
+    """The operations of one device. Launches of one backend come one after the other, from one thread at a time."""
+
+    def write_kv(self, layer_arena: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor, layout: KVLayout) -> None:
+        """Write the keys and values of new tokens into native blocks of one layer, rounded to the native dtype.
+
+        Args:
+            layer_arena: uint8 [num_slabs, slab_bytes]; written.
+            key, value: [num_tokens, num_kv_heads, head_size], float32, bfloat16 or float16; the last dimension
+                contiguous.
+            slot_mapping: int64 [num_tokens], contiguous; the slot of each token, no slot twice.
+            layout: of the arena.
+
+        Raises:
+            OutOfArenaError: a slot lies outside the arena; what was written until then stays.
+            UnsupportedShapeError: the backend has no kernel for the layout or a tensor's dtype or strides.
+        """
+
+    def paged_attention(
+        self,
+        query: Tensor,
+        layer_arena: Tensor,
+        batch: AttentionBatch,
+        params: AttentionParams,
+        layout: KVLayout,
+        out: Tensor,
+    ) -> None:
+        """Attend from every query token to the keys and values of its row, with float32 accumulation.
+
+        Args:
+            query: [num_tokens, num_query_heads, head_size], float32, bfloat16 or float16; the last two dimensions
+                contiguous. Query heads h * G .. h * G + G - 1 share KV head h.
+            layer_arena: uint8 [num_slabs, slab_bytes].
+            batch: which tokens belong to which row, and where its blocks are.
+            params: scale, window, soft cap.
+            layout: of the arena.
+            out: as query, of any of the three dtypes; written.
+
+        Raises:
+            UnsupportedFormatError: an entry's format has no kernel; `out` is then undefined.
+            OutOfArenaError: an entry names a place outside the arena; `out` is then undefined.
+            UnsupportedShapeError: the backend has no kernel for the layout, the head counts, a dtype or strides.
+        """
+
+    def copy_blocks(self, arena: Tensor, src_entries: Tensor, dst_entries: Tensor, layout: KVLayout) -> None:
+        """Copy blocks of all layers: int32 [n] entries to int32 [n] entries of the same formats.
+
+        No destination is named twice or is a source. Nothing is written when an error is raised.
+
+        Raises:
+            UnsupportedFormatError: an entry's format has no kernel, or source and destination differ in format.
+            OutOfArenaError: an entry names a place outside the arena.
+        """
+
+    def zero_blocks(self, arena: Tensor, entries: Tensor, layout: KVLayout) -> None:
+        """Fill blocks of all layers, int32 [n] entries, with zeros. Raises as copy_blocks."""
+
+    def warm_up(self, layout: KVLayout, num_query_heads: int, params: AttentionParams) -> None:
+        """Compile, or load from the cache, every kernel that such a model needs; later launches never compile."""
+
+
+def backend_for(device: torch.device) -> Backend:
+    """Return the backend of a device, the same one every time; raises UnsupportedDeviceError when there is none."""
+    return _backend_of_type(device.type)
+
+
+@cache
+def _backend_of_type(device_type: str) -> Backend:
+    if device_type == "cpu":
+        from kernels.cpu.backend import CpuBackend  # here, because it loads Numba
+
+        return CpuBackend()
+    raise UnsupportedDeviceError(f"no attention kernels for device type {device_type!r}: only 'cpu' is served")

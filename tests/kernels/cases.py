@@ -1,0 +1,125 @@
+"""Ragged batches on scattered blocks, and their attention by any backend."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kernels.dispatch import AttentionBatch, AttentionParams, Backend
+from kernels.formats import PLACES_PER_SLAB, Format, KVLayout, block_of, entry
+
+Row = tuple[int, int]  # context length, query length
+
+# Both backends keep KV in the same dtype and compute in float32: what differs is the order of sums, and where that
+# decides how an output is rounded, one unit in the last place of the output's dtype.
+OUT_TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
+
+MIXED_ROWS: Sequence[Row] = ((1, 1), (700, 1), (333, 40), (65, 64), (17, 17), (300, 2), (64, 1), (129, 3))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch with all keys and values of its rows, of which the last query_len tokens are queries."""
+
+    layout: KVLayout
+    num_slabs: int
+    rows: Sequence[Row]
+    block_table: Tensor
+    slots: Tensor
+    key: Tensor
+    value: Tensor
+    query: Tensor  # of every token of every row, in order
+
+    def batch(self, rows: Sequence[Row] | None = None) -> AttentionBatch:
+        """Return the batch, with other context and query lengths where they are given."""
+        rows = self.rows if rows is None else rows
+        query_lens = [query_len for _, query_len in rows]
+        return AttentionBatch(
+            block_table=self.block_table,
+            context_lens=torch.tensor([context_len for context_len, _ in rows], dtype=torch.int32),
+            cu_seqlens_q=torch.tensor([0, *itertools.accumulate(query_lens)], dtype=torch.int32),
+            max_query_len=max(query_lens),
+        )
+
+    def queries(self, rows: Sequence[Row] | None = None) -> Tensor:
+        """Return the queries of `batch(rows)`."""
+        begins = itertools.accumulate((context_len for context_len, _ in self.rows), initial=0)
+        rows = self.rows if rows is None else rows
+        parts = [self.query[b + n - q : b + n] for b, (n, q) in zip(begins, rows, strict=False)]
+        return torch.cat(parts)
+
+    def only_row(self, row: int) -> "Case":
+        """Return the case of one row alone, on the same blocks."""
+        begins = [0, *itertools.accumulate(context_len for context_len, _ in self.rows)]
+        tokens = slice(begins[row], begins[row + 1])
+        return replace(
+            self, rows=[self.rows[row]], block_table=self.block_table[row : row + 1].clone(), slots=self.slots[tokens],
+            key=self.key[tokens], value=self.value[tokens], query=self.query[tokens],
+        )  # fmt: skip
+
+
+def make_case(
+    rows: Sequence[Row] = MIXED_ROWS,
+    *,
+    num_kv_heads: int = 2,
+    group: int = 2,
+    head_size: int = 64,
+    block_size: int = 16,
+    native_dtype: str = "bfloat16",
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> Case:
+    """Make a case of random numbers whose blocks lie scattered over slabs of 5; `dtype` is the activations'."""
+    random = torch.Generator().manual_seed(seed)
+    layout = KVLayout(num_kv_heads, head_size, block_size, native_dtype, slab_blocks=5)
+    counts = [-(-context_len // block_size) for context_len, _ in rows]
+    num_slabs = sum(counts) // layout.slab_blocks + 2
+    places = torch.randperm(num_slabs * layout.slab_blocks, generator=random).tolist()
+    table = torch.full((len(rows), max(counts) + 1), -1, dtype=torch.int32)
+    for row, count in enumerate(counts):
+        for b in range(count):
+            slab_idx, place = divmod(places.pop(), layout.slab_blocks)
+            table[row, b] = entry(slab_idx * PLACES_PER_SLAB + place, Format.NATIVE)
+    slots = [
+        block_of(int(table[row, token // block_size])) * block_size + token % block_size
+        for row, (context_len, _) in enumerate(rows)
+        for token in range(context_len)
+    ]
+    tokens = len(slots)
+
+    def noise(num_heads: int) -> Tensor:
+        return torch.randn(tokens, num_heads, head_size, generator=random).to(dtype)
+
+    return Case(
+        layout, num_slabs, rows, table, torch.tensor(slots, dtype=torch.int64), noise(num_kv_heads), noise(num_kv_heads),
+        noise(num_kv_heads * group),
+    )  # fmt: skip
+
+
+def plain_params(case: Case) -> AttentionParams:
+    """Return the usual scale, and neither window nor cap."""
+    return AttentionParams(scale=case.layout.head_size**-0.5)
+
+
+def filled_arena(backend: Backend, case: Case) -> Tensor:
+    """Return one layer's arena with the case's KV written; every other byte is part of a NaN."""
+    arena = torch.full((case.num_slabs, case.layout.slab_bytes), 0xFF, dtype=torch.uint8)
+    backend.write_kv(arena, case.key, case.value, case.slots, case.layout)
+    return arena
+
+
+def attention(
+    backend: Backend,
+    case: Case,
+    params: AttentionParams | None = None,
+    rows: Sequence[Row] | None = None,
+    arena: Tensor | None = None,
+) -> Tensor:
+    """Return the backend's attention of the case."""
+    arena = filled_arena(backend, case) if arena is None else arena
+    query = case.queries(rows)
+    out = torch.full_like(query, float("nan"))
+    backend.paged_attention(query, arena, case.batch(rows), params or plain_params(case), case.layout, out)
+    return out

@@ -1,0 +1,149 @@
+"""The worker finds its scheduler, stays known to it, and finds the next one."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+import pytest
+import pytest_asyncio
+
+from protos import scheduler_pb2 as pb
+from protos.channel import CHANNEL_OPTIONS, PROTOCOL_VERSION, TokenInterceptor
+from protos.scheduler_pb2_grpc import SchedulerServicer, add_SchedulerServicer_to_server
+from tests.worker.fakes import make_runner
+from worker_svc import registration
+from worker_svc.fence import StepFence
+from worker_svc.registration import Registration
+
+TOKEN = "secret"
+Item = TypeVar("Item")
+
+
+class FakeScheduler(SchedulerServicer):
+    """Notes who registers and who sends heartbeats; it knows who has registered, unless `forgets`."""
+
+    def __init__(self) -> None:
+        self.registered: asyncio.Queue[pb.RegisterRequest] = asyncio.Queue()
+        self.heartbeats: asyncio.Queue[pb.HeartbeatRequest] = asyncio.Queue()
+        self.known_epoch = 0
+        self.forgets = False
+        self.refuses_next = False
+
+    async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.RegisterResponse:  # noqa: N802
+        self.registered.put_nowait(request)
+        if self.refuses_next:
+            self.refuses_next = False
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "another model")
+        self.known_epoch = request.lane_epoch
+        return pb.RegisterResponse(heartbeat_interval_ms=10)
+
+    async def Heartbeat(self, request: pb.HeartbeatRequest, context: Any) -> pb.HeartbeatResponse:  # noqa: N802
+        self.heartbeats.put_nowait(request)
+        return pb.HeartbeatResponse(known=not self.forgets and request.lane_epoch == self.known_epoch)
+
+    def Session(self, request_iterator: Any, context: Any) -> Any:  # noqa: N802
+        raise AssertionError("no gateway here")
+
+    def GetModel(self, request: Any, context: Any) -> Any:  # noqa: N802
+        raise AssertionError("no gateway here")
+
+    def GetStats(self, request: Any, context: Any) -> Any:  # noqa: N802
+        raise AssertionError("no dashboard here")
+
+    def Watch(self, request: Any, context: Any) -> Any:  # noqa: N802
+        raise AssertionError("no dashboard here")
+
+
+async def start_scheduler(port: int = 0) -> tuple[FakeScheduler, grpc.aio.Server, int]:
+    scheduler = FakeScheduler()
+    server = grpc.aio.server(interceptors=(TokenInterceptor(TOKEN),), options=CHANNEL_OPTIONS)
+    add_SchedulerServicer_to_server(scheduler, server)
+    bound = server.add_insecure_port(f"127.0.0.1:{port}")
+    await server.start()
+    return scheduler, server, bound
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registration, "RETRY_S", 0.02)
+    monkeypatch.setattr(registration, "SILENCE_S", 0.2)
+
+
+@pytest_asyncio.fixture
+async def fence() -> AsyncIterator[StepFence]:
+    device = ThreadPoolExecutor(1)
+    yield StepFence(make_runner(), device, lambda _fault: None)
+    device.shutdown()
+
+
+class Running:
+    """A registration loop for as long as the `with` block lasts."""
+
+    def __init__(self, port: int, fence: StepFence) -> None:
+        offer = pb.RegisterRequest(protocol_version=PROTOCOL_VERSION, instance_id="worker-1", address="here:1")
+        self._registration = Registration(f"127.0.0.1:{port}", TOKEN, offer, fence)
+
+    async def __aenter__(self) -> None:
+        self._task = asyncio.create_task(self._registration.run())
+
+    async def __aexit__(self, *_exc: object) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+
+async def soon(queue: "asyncio.Queue[Item]") -> Item:
+    return await asyncio.wait_for(queue.get(), 30)
+
+
+async def test_registers_and_sends_heartbeats(fence: StepFence) -> None:
+    scheduler, server, port = await start_scheduler()
+    async with Running(port, fence):
+        request = await soon(scheduler.registered)
+        assert (request.instance_id, request.address, request.lane_epoch) == ("worker-1", "here:1", 1)
+        for _ in range(3):
+            heartbeat = await soon(scheduler.heartbeats)
+            assert (heartbeat.instance_id, heartbeat.lane_epoch) == ("worker-1", 1)
+    assert scheduler.registered.empty()
+    await server.stop(0)
+
+
+async def test_registers_again_under_a_new_epoch_when_it_is_not_known(fence: StepFence) -> None:
+    scheduler, server, port = await start_scheduler()
+    async with Running(port, fence):
+        await soon(scheduler.registered)
+        scheduler.forgets = True
+        assert (await soon(scheduler.registered)).lane_epoch == 2
+        assert fence.lane_epoch >= 2
+    await server.stop(0)
+
+
+async def test_refused_registration_is_tried_again(fence: StepFence, caplog: pytest.LogCaptureFixture) -> None:
+    scheduler, server, port = await start_scheduler()
+    scheduler.refuses_next = True
+    async with Running(port, fence):
+        assert (await soon(scheduler.registered)).lane_epoch == 1
+        assert (await soon(scheduler.registered)).lane_epoch == 2
+        assert (await soon(scheduler.heartbeats)).lane_epoch == 2
+    assert "another model" in caplog.text
+    await server.stop(0)
+
+
+async def test_finds_a_scheduler_that_comes_later_and_the_one_after_it(
+    fence: StepFence, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    complaints: asyncio.Queue[str] = asyncio.Queue()
+    monkeypatch.setattr(registration.logger, "warning", lambda text, *_args: complaints.put_nowait(text))
+    _, server, port = await start_scheduler()
+    await server.stop(0)
+    async with Running(port, fence):
+        assert "does not answer" in await soon(complaints)
+        first, server, _ = await start_scheduler(port)
+        first_epoch = (await soon(first.registered)).lane_epoch
+        await soon(first.heartbeats)
+        await server.stop(0)
+        second, server, _ = await start_scheduler(port)
+        assert (await soon(second.registered)).lane_epoch > first_epoch
+        await server.stop(0)

@@ -1,0 +1,48 @@
+"""The worker's flags and variables."""
+
+import pytest
+from pydantic import ValidationError
+from pydantic_settings import CliApp
+
+from worker_svc.__main__ import main
+from worker_svc.settings import WorkerSettings
+
+
+def read(*arguments: str) -> WorkerSettings:
+    return CliApp.run(WorkerSettings, cli_args=list(arguments))
+
+
+def test_flags_and_variables_have_the_same_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_BLOCK_SIZE", "32")
+    monkeypatch.setenv("QUIRE_MAX_NUM_SEQS", "5")
+    settings = read("--max-num-seqs", "7", "--kv-cache-memory", "512MiB")
+    assert (settings.block_size, settings.max_num_seqs, settings.kv_cache_memory) == (32, 7, 512 * 1024**2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--kv-cache-dtype", "int8"], "--kv-cache-dtype int8 is not a KV format of this version"),
+        (["--tensor-parallel-size", "2"], "--tensor-parallel-size 2 GPUs a worker"),
+        (["--block-size", "12"], "--block-size"),
+        (["--gpu-memory-utilization", "1.5"], "--gpu-memory-utilization"),
+        (["--no-such-flag"], "no-such-flag"),
+        (["--host", "0.0.0.0"], "set a cluster token"),
+    ],
+)
+def test_mistake_is_one_line_that_names_the_flag(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 1
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
+
+
+def test_settings_cannot_change() -> None:
+    with pytest.raises(ValidationError):
+        read().max_num_seqs = 3
+
+
+def test_every_flag_is_described() -> None:
+    assert all(field.description for field in WorkerSettings.model_fields.values())

@@ -1,0 +1,69 @@
+"""`python -m worker_svc`: read flags and QUIRE_* variables, load, serve.
+
+Exit code 0 after SIGTERM or SIGINT; 1 with one line on standard error for what went wrong.
+"""
+
+import asyncio
+import logging
+import signal
+import sys
+from types import FrameType
+
+from pydantic import ValidationError
+from pydantic_settings import CliApp, SettingsError
+
+from protos.channel import MissingTokenError, require_token_beyond_loopback
+from worker_svc.settings import WorkerSettings
+from worker_svc.threads import prepare_environment, set_num_threads
+
+logger = logging.getLogger("worker_svc")
+
+
+def main(arguments: list[str]) -> int:
+    """Run a worker; return the exit code."""
+    try:
+        settings = CliApp.run(WorkerSettings, cli_args=arguments)
+        require_token_beyond_loopback(settings.host, settings.cluster_token)
+    except ValidationError as error:
+        first = error.errors()[0]
+        flag = "".join(f"--{str(name).replace('_', '-')} " for name in first["loc"])
+        print(f"error: {flag}{first['msg'].removeprefix('Value error, ')}", file=sys.stderr)
+        return 1
+    except (SettingsError, MissingTokenError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=settings.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    # While the model is loaded nothing needs an orderly end.
+    signal.signal(signal.SIGTERM, _exit_at_once)
+    signal.signal(signal.SIGINT, _exit_at_once)
+    prepare_environment(settings.num_threads)
+    return _run(settings)
+
+
+def _run(settings: WorkerSettings) -> int:
+    # These load torch, for which the environment had to be ready.
+    from kernels.errors import KernelError
+    from worker_svc.app import serve
+    from worker_svc.assembly import load_worker
+    from worker_svc.errors import WorkerError
+    from worker_svc.loader.errors import ModelError
+
+    set_num_threads(settings.num_threads)
+    try:
+        asyncio.run(serve(load_worker(settings), settings))
+    except (WorkerError, ModelError, KernelError) as error:
+        logger.error("%s", " ".join(str(error).split()))
+        return 1
+    return 0
+
+
+def _exit_at_once(_number: int, _frame: FrameType | None) -> None:
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,62 @@
+"""The decoder's work between matrix products and attention: norms, rotation, gating.
+
+At 8 decoding rows a model of 30 layers makes hundreds of such small operations a step, and what counts is calls, not
+arithmetic. So each operation is one fused call into buffers that the caller allocates once a step. On CPUs compiled
+kernels (`kernels/cpu/elementwise.py`) do them; elsewhere torch.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Elementwise(Protocol):
+    """All tensors are contiguous, T tokens first; results go into the arguments named so."""
+
+    def add_rms_norm(self, residual: Tensor, delta: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+        """residual += delta, then out = residual / rms(residual) * weight; all [T, H], weight [H].
+
+        The norm is RMSNorm over the last dimension (Zhang and Sennrich 2019).
+        """
+
+    def rotate(self, heads: Tensor, num_rotated: int, cos: Tensor, sin: Tensor) -> None:
+        """Rotate the first `num_rotated` of heads [T, heads, D] in place.
+
+        Channel i is paired with i + D / 2; cos and sin are float32 [T, D / 2].
+        """
+
+    def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
+        """out = silu(gate) * up for gate_up [T, 2 I], gate first (SwiGLU: Shazeer 2020); out [T, I]."""
+
+
+class TorchElementwise:
+    """Plain torch for any device and dtype; norms and rotation are computed in float32."""
+
+    def add_rms_norm(self, residual: Tensor, delta: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+        """See Elementwise."""
+        residual += delta
+        wide = residual.to(torch.float32)
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        torch.mul((wide * scale).to(residual.dtype), weight, out=out)
+
+    def rotate(self, heads: Tensor, num_rotated: int, cos: Tensor, sin: Tensor) -> None:
+        """See Elementwise."""
+        rotated, cos, sin = heads[:, :num_rotated], cos.unsqueeze(1), sin.unsqueeze(1)
+        left, right = rotated.to(torch.float32).chunk(2, dim=-1)
+        rotated.copy_(torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1))
+
+    def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
+        """See Elementwise."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        torch.mul(torch.nn.functional.silu(gate), up, out=out)
+
+
+def elementwise_for(device: torch.device) -> Elementwise:
+    """Return the fastest implementation for a device, compiled; the CPU's takes float32 alone."""
+    if device.type != "cpu":
+        return TorchElementwise()
+    # Imported here: a GPU worker needs no Numba.
+    from kernels.cpu.elementwise import CpuElementwise
+
+    return CpuElementwise()

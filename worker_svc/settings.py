@@ -1,0 +1,85 @@
+"""The worker's settings: flags, or `QUIRE_*` variables with the same names. Imports nothing heavy."""
+
+from typing import Literal
+
+from pydantic import ByteSize, Field, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+BLOCK_SIZES = (8, 16, 32)  # what the kernels are compiled for
+
+
+class WorkerSettings(BaseSettings):
+    """How a worker computes, what it keeps in memory, where it listens and whom it serves."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="QUIRE_",
+        frozen=True,
+        cli_prog_name="python -m worker_svc",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_avoid_json=True,
+        cli_hide_none_type=True,
+        cli_exit_on_error=False,
+    )
+
+    model: str = Field(
+        "bundled",
+        description='Hugging Face folder, GGUF file, Hub id, or "bundled" for the small model that comes along',
+    )
+    host: str = Field("127.0.0.1", description="interface to listen on")
+    cluster_token: str = Field(
+        "", description="secret that every call between services carries; needed beyond loopback"
+    )
+    log_level: str = Field("info", description="least severe log lines that are shown: debug, info, warning, error")
+    scheduler: str = Field("127.0.0.1:50051", description="HOST:PORT of the scheduler")
+
+    worker_port: int = Field(0, ge=0, le=65535, description="port of the worker's gRPC service; 0: any free one")
+    worker_address: str = Field(
+        "", description="HOST:PORT at which the scheduler reaches this worker; empty: the one it listens on"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where to compute; auto: a GPU if there is one")
+    num_threads: int | None = Field(
+        None, ge=1, description="threads that compute on a CPU; none: one for each core this process may use"
+    )
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        "auto", description="compute dtype, and that of native KV; auto: bfloat16"
+    )
+    max_model_len: int | None = Field(
+        None, ge=1, description="tokens of a sequence, prompt and output together; none: what the model was made for"
+    )
+    max_num_seqs: int = Field(128, ge=1, description="sequences that a worker computes at once")
+    max_num_batched_tokens: int | None = Field(
+        None, ge=1, description="tokens that a step computes; none: 512 on a CPU, 8192 on a GPU"
+    )
+    block_size: int = Field(16, description="tokens of a KV block: 8, 16 or 32")
+    kv_cache_memory: ByteSize | None = Field(
+        None,
+        description="bytes of the KV arena, such as 512MiB or 4GiB; none: 1GiB on a CPU (half of what is free, if that "
+        "is less), and on a GPU what --gpu-memory-utilization leaves",
+    )
+    gpu_memory_utilization: float = Field(
+        0.9, gt=0, le=1, description="share of the GPU's memory that weights, activations and KV arena may take"
+    )
+    kv_cache_dtype: str = Field("auto", description="format of KV in memory; auto: the compute dtype")
+    tensor_parallel_size: int = Field(1, ge=1, description="GPUs that share the model's layers")
+
+    @field_validator("block_size")
+    @classmethod
+    def _check_block_size(cls, value: int) -> int:
+        if value not in BLOCK_SIZES:
+            raise ValueError(f"{value} is none of {', '.join(map(str, BLOCK_SIZES))}")
+        return value
+
+    @field_validator("kv_cache_dtype")
+    @classmethod
+    def _check_kv_cache_dtype(cls, value: str) -> str:
+        if value != "auto":
+            raise ValueError(f"{value} is not a KV format of this version: only auto is")
+        return value
+
+    @field_validator("tensor_parallel_size")
+    @classmethod
+    def _check_tensor_parallel_size(cls, value: int) -> int:
+        if value != 1:
+            raise ValueError(f"{value} GPUs a worker are more than this version can use: only 1 is")
+        return value
