@@ -1,0 +1,143 @@
+"""Sends jobs to an OpenAI-compatible server as streams and notes when each piece of text came."""
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from bench.workload import Job
+
+CONNECT_TIMEOUT_S = 30.0
+
+
+class ServerError(Exception):
+    """The server answered with an error."""
+
+
+@dataclass(slots=True)
+class Timing:
+    """What happened to one request; times are seconds of one monotonic clock."""
+
+    begin_s: float
+    chunk_times_s: list[float] = field(default_factory=list)  # when text came, one entry a chunk
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to the first token."""
+        return self.chunk_times_s[0] - self.begin_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time per output token after the first; None for a single token."""
+        if self.num_output_tokens < 2:
+            return None
+        return (self.chunk_times_s[-1] - self.chunk_times_s[0]) / (self.num_output_tokens - 1)
+
+    @property
+    def itl_s(self) -> list[float]:
+        """Times between one chunk and the next."""
+        return [later - earlier for earlier, later in zip(self.chunk_times_s, self.chunk_times_s[1:], strict=False)]
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Where jobs go. `ignore_eos` is an extension that Quire, vLLM and SGLang know: outputs get their full length."""
+
+    url: str  # up to and without /v1
+    model: str
+    api_key: str = ""
+    ignore_eos: bool = True
+
+    def client(self) -> httpx.AsyncClient:
+        """Return an HTTP client with as many connections as it takes, and no limit on how long an answer takes."""
+        return httpx.AsyncClient(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {self.api_key}"} if self.api_key else {},
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
+        )
+
+    def body(self, job: Job) -> dict[str, Any]:
+        """Return the completion request of a job."""
+        extensions = {"ignore_eos": True} if self.ignore_eos else {}
+        return {
+            "model": self.model,
+            "prompt": job.prompt,
+            "max_tokens": job.num_output_tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **extensions,
+        }
+
+
+async def find_model(url: str) -> str:
+    """Return the name of the first model that the server offers."""
+    async with httpx.AsyncClient(base_url=url, timeout=CONNECT_TIMEOUT_S) as client:
+        response = await client.get("/v1/models")
+        response.raise_for_status()
+        name: str = response.json()["data"][0]["id"]
+        return name
+
+
+async def events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    """Yield a stream's server-sent events as objects. Raises ServerError."""
+    if response.status_code != 200:
+        raise ServerError(f"status {response.status_code}: {(await response.aread()).decode(errors='replace')}")
+    async for line in response.aiter_lines():
+        if line.startswith("data:") and (data := line[5:].strip()) != "[DONE]":
+            event = json.loads(data)
+            if "error" in event:
+                raise ServerError(json.dumps(event["error"]))
+            yield event
+
+
+async def send(client: httpx.AsyncClient, server: Server, job: Job) -> Timing:
+    """Send one job and read its stream to the end. Raises ServerError when it gave no token."""
+    timing = Timing(time.perf_counter())
+    async with client.stream("POST", "/v1/completions", json=server.body(job)) as response:
+        async for event in events(response):
+            choices = event.get("choices") or []
+            if any(choice.get("text") or choice.get("finish_reason") for choice in choices):
+                timing.chunk_times_s.append(time.perf_counter())
+            if usage := event.get("usage"):
+                timing.num_prompt_tokens = usage["prompt_tokens"]
+                timing.num_output_tokens = usage["completion_tokens"]
+                timing.num_cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    if not timing.chunk_times_s or not timing.num_output_tokens:
+        raise ServerError("a stream ended without a token, or without its usage")
+    return timing
+
+
+async def run_closed_loop(server: Server, jobs: Sequence[Job], concurrency: int) -> list[Timing]:
+    """Send the jobs in order, `concurrency` at once: when one ends the next begins. Timings are in the jobs' order."""
+    gate = asyncio.Semaphore(concurrency)
+
+    async def send_when_free(client: httpx.AsyncClient, job: Job) -> Timing:
+        async with gate:
+            return await send(client, server, job)
+
+    async with server.client() as client, asyncio.TaskGroup() as group:
+        tasks = [group.create_task(send_when_free(client, job)) for job in jobs]
+        await asyncio.wait(tasks)
+    return [task.result() for task in tasks]
+
+
+async def run_open_loop(server: Server, jobs: Sequence[Job], requests_per_s: float, seed: int) -> list[Timing]:
+    """Send the jobs at the times of a Poisson process, however many are under way. Timings are in the jobs' order."""
+    rng = random.Random(seed)
+    async with server.client() as client, asyncio.TaskGroup() as group:
+        tasks = []
+        for job in jobs:
+            tasks.append(group.create_task(send(client, server, job)))
+            await asyncio.sleep(rng.expovariate(requests_per_s))
+        await asyncio.wait(tasks)
+    return [task.result() for task in tasks]

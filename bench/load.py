@@ -1,0 +1,89 @@
+"""A load generator for any OpenAI-compatible server: `python -m bench.load --url http://localhost:8000`.
+
+Streams of completions at a fixed concurrency, or at the random times of a request rate; prompts and output lengths from
+distributions; shared prefixes. The same seed sends the same requests. Prints a table, and JSON with --json.
+"""
+
+import asyncio
+import sys
+from pathlib import Path
+
+from pydantic import Field, field_validator
+from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
+
+from bench.client import Server, find_model, run_closed_loop, run_open_loop
+from bench.report import LoadFigures, say
+from bench.workload import Lengths, Workload
+
+
+class LoadSettings(BaseSettings):
+    """Flags of the load generator. Lengths are N, LOW:HIGH (uniform) or LOW:HIGH:log (uniform in the logarithm)."""
+
+    model_config = SettingsConfigDict(
+        frozen=True, cli_prog_name="python -m bench.load", cli_kebab_case=True, cli_implicit_flags=True
+    )
+
+    url: str = Field("http://localhost:8000", description="server, without /v1")
+    model: str = Field("", description="model name; empty: the first one that the server offers")
+    api_key: str = Field("", description="bearer token")
+    num_requests: int = Field(64, ge=1, description="requests")
+    concurrency: int = Field(8, ge=1, description="requests at once; not used with --request-rate")
+    request_rate: float = Field(0.0, ge=0, description="requests a second, at random times; 0: use --concurrency")
+    prompt_tokens: str = Field("64:512", description="tokens of a prompt's own part")
+    output_tokens: str = Field("16:256", description="tokens of an output")
+    shared_prefix_tokens: int = Field(
+        0, ge=0, description="tokens of a prefix that prompts share, before their own part"
+    )
+    num_prefixes: int = Field(1, ge=1, description="different shared prefixes")
+    vocab_size: int = Field(
+        0, ge=0, description="prompts are token ids below this, so counts are exact; 0: prompts are text, about right"
+    )
+    ignore_eos: bool = Field(
+        True, description="ask for outputs of full length (an extension; not every server knows it)"
+    )
+    seed: int = Field(0, description="of lengths, contents and arrival times")
+    json_path: str = Field("", description="file to write the figures to, as JSON; -: standard output, and no table")
+
+    @field_validator("prompt_tokens", "output_tokens")
+    @classmethod
+    def _check_lengths(cls, value: str) -> str:
+        Lengths.parse(value)
+        return value
+
+    def workload(self) -> Workload:
+        """Return what the flags describe."""
+        return Workload(
+            num_requests=self.num_requests,
+            prompt_tokens=Lengths.parse(self.prompt_tokens),
+            output_tokens=Lengths.parse(self.output_tokens),
+            shared_prefix_tokens=self.shared_prefix_tokens,
+            num_prefixes=self.num_prefixes,
+            vocab_size=self.vocab_size or None,
+        )
+
+
+async def run(settings: LoadSettings) -> LoadFigures:
+    """Send the load and return its figures."""
+    model = settings.model or await find_model(settings.url)
+    server = Server(settings.url, model, settings.api_key, settings.ignore_eos)
+    jobs = settings.workload().jobs(settings.seed)
+    if settings.request_rate:
+        return LoadFigures.of(await run_open_loop(server, jobs, settings.request_rate, settings.seed))
+    return LoadFigures.of(await run_closed_loop(server, jobs, settings.concurrency))
+
+
+def main() -> int:
+    """Run one load from the command line."""
+    settings = CliApp.run(LoadSettings)
+    figures = asyncio.run(run(settings))
+    if settings.json_path == "-":
+        say(figures.as_json())
+        return 0
+    say(figures.as_table())
+    if settings.json_path:
+        Path(settings.json_path).write_text(figures.as_json() + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

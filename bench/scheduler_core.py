@@ -1,0 +1,141 @@
+"""What a step costs the scheduler's core: microseconds of plan and apply, at 8, 64 and 256 decoding rows.
+
+A FakeWorker answers every step at once; its own time is not counted. Two cases: rows that decode on and on, and rows
+that come and go (128 output tokens each, and a new prompt of 128 tokens for each that ends).
+"""
+
+import time
+from dataclasses import dataclass
+from statistics import mean
+
+from bench.compare import CompareSettings, run_comparison
+from bench.report import Finding, at_most, say, spread
+from protos.block_hash import root_hash
+from scheduler_svc.core.scheduler import Scheduler, SchedulerConfig
+from scheduler_svc.core.types import (
+    EndingRules,
+    LaneId,
+    LaneSpec,
+    Request,
+    RequestId,
+    SampledRow,
+    SeqId,
+    StepPlan,
+    StepResult,
+    TokenRun,
+)
+from scheduler_svc.index.memory import MemoryIndex
+
+LANE = LaneId("bench")
+ROWS = (8, 64, 256)
+PROMPT_TOKENS, CHURN_OUTPUT_TOKENS, ENDLESS_TOKENS = 128, 128, 100_000
+STEPS = 400
+
+
+@dataclass(slots=True)
+class _Row:
+    seq_epoch: int
+    num_tokens: int
+    num_computed_tokens: int
+
+
+class FakeWorker:
+    """Answers steps as a worker does, without a model: every sampled token is 7."""
+
+    def __init__(self) -> None:
+        self._rows: dict[SeqId, _Row] = {}
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Return a step's result."""
+        for seq_id in plan.finished_seq_ids:
+            self._rows.pop(seq_id, None)
+        scheduled: list[tuple[SeqId, int]] = []
+        for new in plan.new_rows:
+            self._rows[new.seq_id] = _Row(new.seq_epoch, len(new.token_ids), new.num_computed_tokens)
+            scheduled.append((new.seq_id, new.num_scheduled_tokens))
+        for resumed in plan.resumed_rows:
+            self._rows[resumed.seq_id] = _Row(resumed.seq_epoch, resumed.num_tokens, resumed.num_computed_tokens)
+            scheduled.append((resumed.seq_id, resumed.num_scheduled_tokens))
+        scheduled += [(row.seq_id, row.num_scheduled_tokens) for row in plan.continued_rows]
+        return StepResult(plan.step_id, sampled=[row for pair in scheduled if (row := self._advance(*pair))])
+
+    def _advance(self, seq_id: SeqId, num_scheduled_tokens: int) -> SampledRow | None:
+        row = self._rows[seq_id]
+        row.num_computed_tokens += num_scheduled_tokens
+        if row.num_computed_tokens < row.num_tokens:
+            return None
+        row.num_tokens += 1
+        return SampledRow(seq_id, row.seq_epoch, (7,))
+
+
+class Bench:
+    """A scheduler with one lane and a number of rows."""
+
+    def __init__(self, num_rows: int, output_tokens: int) -> None:
+        self._output_tokens = output_tokens
+        self._num_submitted = 0
+        self._worker = FakeWorker()
+        self._scheduler = Scheduler(SchedulerConfig(max_num_seqs=num_rows, max_queued_seqs=num_rows), MemoryIndex())
+        longest = PROMPT_TOKENS + min(output_tokens, 3 * STEPS)
+        spec = LaneSpec(
+            num_blocks=num_rows * (longest // 16 + 2) // 16 * 16 + 16,
+            blocks_per_slab=16,
+            block_size=16,
+            max_num_seqs=num_rows,
+            max_num_batched_tokens=max(512, 2 * num_rows),
+            max_model_len=2 * ENDLESS_TOKENS,
+        )
+        self._scheduler.add_lane(LANE, spec)
+        for _ in range(num_rows):
+            self._submit()
+        # Until every row decodes, and with rows that come and go until they do so at different times.
+        for _ in range(2 * num_rows + 2 * CHURN_OUTPUT_TOKENS if output_tokens < ENDLESS_TOKENS else 2 * num_rows):
+            self.step_us()
+
+    def step_us(self) -> float:
+        """Run one step; return the core's microseconds: plan, apply, and submitting a request for each that ended."""
+        begin_ns = time.perf_counter_ns()
+        plan, _ = self._scheduler.plan(LANE, now_ms=0)
+        planned_ns = time.perf_counter_ns()
+        assert plan is not None
+        result = self._worker.run(plan)
+        answered_ns = time.perf_counter_ns()
+        runs = self._scheduler.apply(LANE, result, now_ms=0)
+        self._replace(runs)
+        return (time.perf_counter_ns() - answered_ns + planned_ns - begin_ns) / 1e3
+
+    def _replace(self, runs: list[TokenRun]) -> None:
+        for run in runs:
+            if run.finish_reason is not None:
+                self._submit()
+
+    def _submit(self) -> None:
+        self._num_submitted += 1
+        first = 1000 * self._num_submitted
+        request = Request(
+            request_id=RequestId(str(self._num_submitted)),
+            prompt_token_ids=list(range(first, first + PROMPT_TOKENS)),
+            ending=EndingRules(max_tokens=self._output_tokens),
+            sampling=None,
+            cache_root=root_hash(b"", b"", ""),
+        )
+        self._scheduler.submit(request, now_ms=0)
+
+
+async def measure(settings: CompareSettings, repeats: int) -> list[Finding]:
+    """Measure every number of rows, in turn."""
+    findings = []
+    for num_rows in ROWS:
+        steady: list[float] = []
+        churn: list[float] = []
+        for _ in range(repeats):
+            for times_us, output_tokens in ((steady, ENDLESS_TOKENS), (churn, CHURN_OUTPUT_TOKENS)):
+                bench = Bench(num_rows, output_tokens)
+                times_us.append(mean(bench.step_us() for _ in range(STEPS)))
+        say(f"{num_rows} rows that come and go: {spread(churn)} us a step")
+        findings.append(at_most(f"scheduler core, {num_rows} decoding rows", steady, 50 + 5 * num_rows, "us a step"))
+    return findings
+
+
+if __name__ == "__main__":
+    run_comparison(measure, default_repeats=5)

@@ -1,0 +1,244 @@
+"""`quire serve`: check what can be checked at once, find the model, start the cell, say where it is, keep it running.
+
+Standard output gets one line, when the cell can serve: the URL. Everything else is on standard error: progress, the
+services' log lines under their names, and what went wrong. Exit codes: 0 after Ctrl-C or SIGTERM, 1 when the cell could
+not start, 2 for a mistake in the flags.
+"""
+
+import asyncio
+import contextlib
+import re
+import secrets
+import signal
+import socket
+import sys
+from asyncio.subprocess import PIPE
+from collections.abc import Sequence
+from pathlib import Path
+
+from gateway.settings import GatewaySettings
+from protos.channel import is_loopback
+from quire.settings import FlagError, ServeSettings, child_environ, read_flags
+from quire.supervisor import Service, ServiceDiedError, Supervisor
+from scheduler_svc.settings import SchedulerSettings
+from worker_svc.settings import WorkerSettings
+
+LOOPBACK = "127.0.0.1"
+BUNDLED_NAME = "SmolLM2-135M-Instruct"
+READY_POLL_S = 0.1
+STOP_GRACE_S = 5.0  # between SIGTERM and SIGKILL, beyond the time that running requests get
+READY_TIMEOUT_S = 5.0
+
+_LEVELS = ("debug", "info", "warning", "error", "critical")
+_LEVEL = re.compile(rf"\b({'|'.join(_LEVELS)})\b", re.IGNORECASE)
+_LEVEL_COLUMNS = 48  # a log line names its level within its first columns; later words are the message
+
+
+class StartError(Exception):
+    """The cell cannot start; the message is one line for the person who typed the command, "" when they have it."""
+
+
+class LogView:
+    """Prints the services' log lines that are severe enough, and those without a level: progress and tracebacks."""
+
+    def __init__(self, log_level: str) -> None:
+        self._least = _LEVELS.index(log_level)
+        self._starting = True
+
+    def cell_is_ready(self) -> None:
+        """Stop showing the worker's info lines as progress."""
+        self._starting = False
+
+    def show_line(self, name: str, line: str) -> None:
+        """Print a service's line under its name, if it is to be shown."""
+        found = _LEVEL.search(line[:_LEVEL_COLUMNS])
+        level = _LEVELS.index(found.group(1).lower()) if found else len(_LEVELS)
+        # Loading weights and compiling kernels take their time: until the cell is ready its worker says where it is.
+        least = min(self._least, _LEVELS.index("info")) if self._starting and name == "worker" else self._least
+        if level >= least and line.strip():
+            print(f"{name:>9} | {line}", file=sys.stderr, flush=True)
+
+
+def announce(line: str) -> None:
+    """Print a line of the supervisor's own on standard error."""
+    print(f"quire serve: {line}", file=sys.stderr, flush=True)
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise StartError when a server could not listen there."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+            probe.listen()
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise StartError(f"port {port} on {host}: {reason.lower()} (--port and --host choose another)") from None
+
+
+async def find_model(model: str) -> str:
+    """Return the folder of the model, after fetching or importing it where that is needed. Raises StartError.
+
+    A process of its own does it: it needs libraries that the supervisor should not carry while it serves.
+    """
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "worker_svc.loader", model, stdout=PIPE, process_group=0
+    )
+    try:
+        output, _ = await process.communicate()
+    except asyncio.CancelledError:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        await process.wait()
+        raise
+    if process.returncode != 0:
+        raise StartError("")
+    return output.decode().strip()
+
+
+def served_name(model: str) -> str:
+    """Return the name under which a model is served unless the person chooses one: its own, not its cache folder's."""
+    if model in ("", "bundled"):
+        return BUNDLED_NAME
+    path = Path(model).expanduser()
+    if not path.exists():
+        return model  # a Hub id
+    return path.stem if path.is_file() else path.resolve().name
+
+
+async def is_ready(url_host: str, port: int) -> bool:
+    """Return whether the gateway answers GET /ready with status 200."""
+    with contextlib.suppress(OSError, TimeoutError):
+        async with asyncio.timeout(READY_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(url_host.strip("[]"), port)
+            with contextlib.closing(writer):
+                writer.write(b"GET /ready HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+                status_line = await reader.readline()
+        return b" 200 " in status_line
+    return False
+
+
+async def wait_until_ready(url_host: str, port: int) -> None:
+    """Return when the gateway says that the cell can serve."""
+    while True:
+        if await is_ready(url_host, port):
+            return
+        await asyncio.sleep(READY_POLL_S)
+
+
+def local_name(host: str) -> str:
+    """Return what a client on this machine puts into a URL to reach a server that listens on `host`."""
+    if host in ("0.0.0.0", "::", LOOPBACK):
+        return "localhost"
+    return f"[{host}]" if ":" in host else host
+
+
+class Cell:
+    """A scheduler, a worker and a gateway on this machine."""
+
+    def __init__(self, settings: ServeSettings) -> None:
+        self._settings = settings
+        self._log = LogView(settings.log_level)
+        self._supervisor = Supervisor(announce, self._log.show_line)
+
+    async def run(self) -> None:
+        """Start the cell and keep it running until cancelled. Raises StartError."""
+        settings = self._settings
+        check_port(settings.host, settings.port)
+        folder = await find_model(settings.model)
+        try:
+            async with asyncio.TaskGroup() as keepers:
+                await self._start(folder, keepers)
+        except* ServiceDiedError as group:
+            died = group.exceptions[0]
+            # A service that ends with code 1 has said why in one line of its own.
+            known = isinstance(died, ServiceDiedError) and died.exit_code == 1
+            raise StartError("" if known else str(died)) from None
+
+    async def stop(self) -> None:
+        """Let running requests finish, then stop every service: each before those that it would miss."""
+        await self._supervisor.stop(
+            {
+                "gateway": self._settings.gateway_drain_seconds + STOP_GRACE_S,
+                "scheduler": STOP_GRACE_S,
+                "worker": STOP_GRACE_S,
+            }
+        )
+
+    def kill(self) -> None:
+        """End every service at once."""
+        self._supervisor.kill()
+
+    async def _start(self, folder: str, keepers: asyncio.TaskGroup) -> None:
+        settings = self._settings
+        token = settings.cluster_token or secrets.token_hex(16)
+        environ = child_environ(settings, SchedulerSettings, host=LOOPBACK, cluster_token=token)
+        scheduler = await self._start_service("scheduler", "scheduler_svc", environ, keepers)
+        address = await scheduler.address()
+        # Started again, a service must be where the others look for it.
+        scheduler.environ |= {"QUIRE_SCHEDULER_PORT": address.rpartition(":")[2]}
+
+        inside = {"cluster_token": token, "model": folder, "scheduler": address}
+        environ = child_environ(settings, WorkerSettings, host=LOOPBACK, **inside)
+        await self._start_service("worker", "worker_svc", environ, keepers)
+        name = settings.served_model_name or served_name(settings.model)
+        environ = child_environ(settings, GatewaySettings, served_model_name=name, **inside)
+        gateway = await self._start_service("gateway", "gateway", environ, keepers)
+        port = int((await gateway.address()).rpartition(":")[2])
+        gateway.environ |= {"QUIRE_PORT": str(port)}
+
+        host = local_name(settings.host)
+        await wait_until_ready(host, port)
+        self._log.cell_is_ready()
+        self._supervisor.expect_to_live()
+        print(f"Quire is ready on http://{host}:{port}", flush=True)
+
+    async def _start_service(
+        self, name: str, module: str, environ: dict[str, str], keepers: asyncio.TaskGroup
+    ) -> Service:
+        service = await self._supervisor.start(name, module, environ)
+        keepers.create_task(self._supervisor.keep(service))
+        return service
+
+
+async def serve(settings: ServeSettings) -> int:
+    """Run a cell until a signal or a failed start ends it; return the exit code."""
+    cell = Cell(settings)
+    running = asyncio.create_task(cell.run())
+    num_signals = 0
+
+    def take_signal() -> None:
+        nonlocal num_signals
+        num_signals += 1
+        if num_signals > 1:
+            cell.kill()
+        elif running.cancel():
+            announce("stopping (once more to stop at once)")
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, take_signal)
+    try:
+        await running
+    except asyncio.CancelledError:
+        return 0
+    except StartError as error:
+        if str(error):
+            announce(str(error))
+        return 1
+    finally:
+        await cell.stop()
+    return 0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve until stopped; return the exit code."""
+    try:
+        settings = read_flags(ServeSettings, argv)
+    except FlagError as error:
+        announce(f"{error} (quire serve --help shows every flag)")
+        return 2
+    if not is_loopback(settings.host):
+        announce(f"listening on {settings.host}: everybody who reaches this machine can use the model")
+    return asyncio.run(serve(settings))

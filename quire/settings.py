@@ -1,0 +1,86 @@
+"""The flags of `quire serve`: those of the three services together, and a few of its own.
+
+A flag that services share (`--model`, `--max-num-seqs`) is typed once and reaches each of them. Every flag can be given
+as a variable instead: `--block-size 16` is `QUIRE_BLOCK_SIZE=16`.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+from pydantic import Field, ValidationError
+from pydantic_settings import BaseSettings, CliApp, CliSuppress, SettingsConfigDict, SettingsError
+
+from gateway.settings import GatewaySettings
+from scheduler_svc.settings import SchedulerSettings
+from worker_svc.settings import WorkerSettings
+
+ENV_PREFIX = "QUIRE_"
+Settings = TypeVar("Settings", bound=BaseSettings)
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+class ServeSettings(GatewaySettings, SchedulerSettings, WorkerSettings):
+    """Settings of a whole cell on this machine, and of the supervisor that runs it."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX,
+        frozen=True,
+        extra="forbid",
+        cli_prog_name="quire serve",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_avoid_json=True,
+        cli_hide_none_type=True,
+        cli_exit_on_error=False,
+    )
+
+    log_level: LogLevel = Field("warning", description="least severe log lines that are shown")
+    cluster_token: str = Field(
+        "", description="secret that every call between services carries; empty: a new random one each time"
+    )
+    scheduler_port: int = Field(
+        0, ge=0, le=65535, description="port of the scheduler's gRPC service, on loopback; 0: any free one"
+    )
+    gateway_drain_seconds: float = Field(
+        10.0, ge=0, description="seconds that running requests get to finish when the server is stopped"
+    )
+    # The gateway is stopped first, and its requests have ended by then.
+    scheduler_drain_seconds: CliSuppress[float] = 1.0
+    # Where the internal services listen is the supervisor's to choose.
+    scheduler: CliSuppress[str] = ""
+    worker_port: CliSuppress[int] = 0
+    worker_address: CliSuppress[str] = ""
+
+
+class FlagError(Exception):
+    """A flag or variable is wrong; the message is one line that names it."""
+
+
+def read_flags(settings: type[Settings], argv: Sequence[str]) -> Settings:
+    """Return settings from flags, and variables where they have a prefix. Raises FlagError."""
+    try:
+        return CliApp.run(settings, cli_args=list(argv))
+    except ValidationError as error:
+        first = error.errors()[0]
+        flag = f"--{'-'.join(str(part) for part in first['loc']).replace('_', '-')}: " if first["loc"] else ""
+        raise FlagError(f"{flag}{first['msg'].removeprefix('Value error, ')}") from None
+    except SettingsError as error:
+        raise FlagError(" ".join(str(error).split())) from None
+
+
+def child_environ(settings: ServeSettings, service: type[BaseSettings], **overrides: Any) -> dict[str, str]:
+    """Return the environment of a child process: this one's, with the fields of its settings class as variables.
+
+    `overrides` replaces fields by name. What equals the child's own default is left out, and None, which always does.
+    """
+    environ = {name: value for name, value in os.environ.items() if not name.upper().startswith(ENV_PREFIX)}
+    # A child's lines are the supervisor's to filter, and its ready line is one of level info.
+    log_level = "debug" if settings.log_level == "debug" else "info"
+    values: Mapping[str, Any] = settings.model_dump(mode="json") | {"log_level": log_level} | overrides
+    for name, field in service.model_fields.items():
+        value = values[name]
+        if value is not None and value != field.default:
+            environ[ENV_PREFIX + name.upper()] = value if isinstance(value, str) else json.dumps(value)
+    return environ
