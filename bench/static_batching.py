@@ -17,8 +17,8 @@ from bench.workload import Job, Lengths, Workload
 ROWS = 8
 WORKLOAD = Workload(32, Lengths(64, 512), Lengths(16, 256), vocab_size=49000)
 SPREAD_WORKLOAD = Workload(32, Lengths(64, 512), Lengths(25, 250, logarithmic=True), vocab_size=49000)
-# Of 32 drawn lengths the ideal ratio varies from 1.37 to 2.20 by seed. With this one it is what the distribution gives in
-# the mean (1.68, and 2.03 for the spread one), so that the draw favours no side.
+# Of 32 drawn lengths the ideal ratio varies from 1.37 to 2.20 by seed. With this one it is what the distribution gives
+# in the mean (1.68, and 2.03 for the spread one), so that the draw favours no side.
 LENGTHS_SEED = 22
 TRANSFORMERS_LIMIT, STATIC_LIMIT = 2.5, 1.4
 

@@ -74,7 +74,7 @@ class KVManager:
         self.pool.touch(hits)
         seq.table = list(hits)
         seq.num_sealed_blocks = len(hits)
-        seq.num_computed_tokens = seq.num_committed_tokens = len(hits) * self.block_size
+        seq.num_computed_tokens = len(hits) * self.block_size
         seq.num_reserved_blocks = self.num_blocks_for(len(seq.token_ids)) - len(hits)
         self.num_reserved_blocks += seq.num_reserved_blocks
         if self.enable_prefix_caching:
@@ -103,6 +103,8 @@ class KVManager:
         new_blocks = [self._take_block(seq) for _ in range(num_missing)]
         seq.table += new_blocks
         growth.new_entries = [block.entry for block in new_blocks]
+        end = len(seq.table) * self.block_size
+        seq.settled_until_tokens = min(end, seq.total_limit_tokens - 1)
         if new_blocks and (seq.num_computed_tokens + num_tokens) % self.block_size:
             growth.zero = growth.new_entries[-1:]
         return growth
@@ -115,11 +117,11 @@ class KVManager:
         num_computed = len(child.token_ids) - 1
         child.table = parent.table[: self.num_blocks_for(num_computed)]
         self.pool.touch(child.table)
-        child.num_computed_tokens = child.num_committed_tokens = num_computed
+        child.num_computed_tokens = num_computed
+        parent.settled_until_tokens = 0
 
     def commit(self, seq: Seq, num_tokens: int) -> None:
         """Record that the KV of the first `num_tokens` is computed, and seal the blocks that became full."""
-        seq.num_committed_tokens = num_tokens
         num_full = num_tokens // self.block_size
         if not self.enable_prefix_caching or seq.num_sealed_blocks >= num_full:
             return
@@ -167,4 +169,4 @@ class KVManager:
         assert set(self._computing.values()) <= set(seqs), "a block is computed by nobody"
         for seq in seqs:
             assert len(seq.table) >= self.num_blocks_for(seq.num_computed_tokens), "tokens without a block"
-            assert seq.num_committed_tokens <= seq.num_computed_tokens
+            assert seq.num_sealed_blocks * self.block_size <= seq.num_computed_tokens

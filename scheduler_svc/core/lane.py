@@ -1,9 +1,8 @@
 """A lane: the scheduler's state for one worker, and the step that is being put together for it."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from scheduler_svc.core.block_pool import Block
 from scheduler_svc.core.kv_manager import Growth, KVManager
@@ -26,14 +25,9 @@ MAX_STEPS_IN_FLIGHT = 2
 _NO_STEP = StepId(0)
 
 
-class PlannedRow(NamedTuple):
-    """A row of a planned step, as it will be when the step has run."""
-
-    seq: Seq
-    seq_epoch: int
-    num_scheduled_tokens: int
-    new_entries: Sequence[Entry]
-    num_computed_tokens: int  # after the step
+# A row of a planned step: the sequence, its epoch, the step's tokens and new entries, its computed tokens after the step.
+# A plain tuple, as every row makes one at every step.
+PlannedRow = tuple[Seq, int, int, Sequence[Entry], int]
 
 
 @dataclass(slots=True)
@@ -51,19 +45,29 @@ class Draft:
         self.budget_tokens -= num_tokens
         if growth.zero or growth.copied:
             self.growths[seq.seq_id] = growth
-        self.rows.append(PlannedRow(seq, seq.seq_epoch, num_tokens, growth.new_entries, seq.num_computed_tokens))
+        self.rows.append((seq, seq.seq_epoch, num_tokens, growth.new_entries, seq.num_computed_tokens))
 
-    def add_decode(self, seq: Seq) -> None:
-        """Add one token of `seq` that asks nothing of its table: `add_row` for the many rows of every step."""
-        seq.num_computed_tokens += 1
-        seq.num_in_flight_tokens += 1
-        self.budget_tokens -= 1
-        self.rows.append(PlannedRow(seq, seq.seq_epoch, 1, (), seq.num_computed_tokens))
+    def add_settled_decodes(self, seqs: Iterable[Seq]) -> list[Seq]:
+        """Add one token of each sequence that asks nothing of its table; return the others."""
+        unsettled: list[Seq] = []
+        rows = self.rows
+        num_others = len(rows)
+        for seq in seqs:
+            position = seq.num_computed_tokens
+            if position < seq.settled_until_tokens:
+                position += 1
+                seq.num_computed_tokens = position
+                seq.num_in_flight_tokens += 1
+                rows.append((seq, seq.seq_epoch, 1, (), position))
+            else:
+                unsettled.append(seq)
+        self.budget_tokens -= len(rows) - num_others
+        return unsettled
 
     def remove_row(self, seq: Seq) -> list[Block]:
         """Take `seq` out, if it is in, and return the shared blocks whose copies are off."""
-        self.budget_tokens += sum(row.num_scheduled_tokens for row in self.rows if row.seq is seq)
-        self.rows = [row for row in self.rows if row.seq is not seq]
+        self.budget_tokens += sum(num_tokens for other, _, num_tokens, _, _ in self.rows if other is seq)
+        self.rows = [row for row in self.rows if row[0] is not seq]
         growth = self.growths.pop(seq.seq_id, None)
         return [growth.copied[1]] if growth and growth.copied else []
 
@@ -78,6 +82,10 @@ class PlannedStep:
 
     step_id: StepId
     rows: list[PlannedRow]
+
+    def live_seq_ids(self) -> set[SeqId]:
+        """Return the sequences for which the step still counts."""
+        return {seq.seq_id for seq, seq_epoch, *_ in self.rows if seq_epoch == seq.seq_epoch}
 
 
 @dataclass(slots=True, eq=False)
@@ -137,15 +145,15 @@ class Lane:
         resumed_rows: list[ResumedRow] = []
         continued_rows: list[ContinuedRow] = []
         for row in draft.rows:
-            seq = row.seq
-            if seq.worker_lane_id != self.lane_id:
-                new_rows.append(_new_row(row))
-            elif seq.worker_epoch != seq.seq_epoch:
+            seq, seq_epoch, num_tokens, new_entries, _ = row
+            if seq.worker_epoch == seq_epoch and seq.worker_lane_id == self.lane_id:
+                continued_rows.append(ContinuedRow(seq.seq_id, num_tokens, new_entries))
+                continue
+            if seq.worker_lane_id == self.lane_id:
                 resumed_rows.append(_resumed_row(row))
             else:
-                continued_rows.append(ContinuedRow(seq.seq_id, row.num_scheduled_tokens, row.new_entries))
-                continue
-            seq.worker_lane_id, seq.worker_epoch = self.lane_id, seq.seq_epoch
+                new_rows.append(_new_row(row))
+            seq.worker_lane_id, seq.worker_epoch = self.lane_id, seq_epoch
         plan = StepPlan(
             step_id=self.last_step_id,
             restart=self.restart,
@@ -179,29 +187,29 @@ class Lane:
 
 
 def _new_row(row: PlannedRow) -> NewRow:
-    seq = row.seq
+    seq, seq_epoch, num_tokens, _, num_computed_tokens = row
     return NewRow(
         seq_id=seq.seq_id,
-        seq_epoch=seq.seq_epoch,
+        seq_epoch=seq_epoch,
         token_ids=tuple(seq.token_ids),
         num_prompt_tokens=seq.num_prompt_tokens,
         entries=[block.entry for block in seq.table],
-        num_computed_tokens=row.num_computed_tokens - row.num_scheduled_tokens,
-        num_scheduled_tokens=row.num_scheduled_tokens,
+        num_computed_tokens=num_computed_tokens - num_tokens,
+        num_scheduled_tokens=num_tokens,
         sequence_idx=seq.sequence_idx,
         sampling=seq.job.request.sampling,
     )
 
 
 def _resumed_row(row: PlannedRow) -> ResumedRow:
-    seq = row.seq
+    seq, seq_epoch, num_tokens, _, num_computed_tokens = row
     return ResumedRow(
         seq_id=seq.seq_id,
-        seq_epoch=seq.seq_epoch,
+        seq_epoch=seq_epoch,
         num_tokens=len(seq.token_ids),
         entries=[block.entry for block in seq.table],
-        num_computed_tokens=row.num_computed_tokens - row.num_scheduled_tokens,
-        num_scheduled_tokens=row.num_scheduled_tokens,
+        num_computed_tokens=num_computed_tokens - num_tokens,
+        num_scheduled_tokens=num_tokens,
     )
 
 

@@ -110,7 +110,7 @@ class Scheduler:
             return []
         self.counters.worker_losses += 1
         self._index.drop_lane(lane_id)
-        lost = {row.seq.seq_id for step in lane.in_flight for row in step.rows if row.seq_epoch == row.seq.seq_epoch}
+        lost = {seq_id for step in lane.in_flight for seq_id in step.live_seq_ids()}
         runs = []
         for seq in lane.rows():
             runs += self._requeue(lane, seq, is_lost=seq.seq_id in lost)
@@ -194,11 +194,10 @@ class Scheduler:
         if result.status is StepStatus.OK:
             for failed in result.failed_rows:
                 runs += self._fail_row(lane, failed.seq_id, failed.seq_epoch, failed.error)
-            self._commit(lane, step)
-            for sampled in result.sampled:
-                run = self._take_tokens(sampled)
-                if run is not None:
-                    runs.append(run)
+            self._seal(lane, step)
+            new_runs = [run for run in map(self._take_tokens, result.sampled) if run is not None]
+            self.counters.output_tokens += sum([len(run.token_ids) for run in new_runs])
+            runs += new_runs
         elif result.status is StepStatus.FAILED:
             runs = self._fail_step(lane, step, result.error)
         lane.kv.pool.end_quarantine(step.step_id)
@@ -309,14 +308,11 @@ class Scheduler:
     def _plan_decodes(self, lane: Lane, draft: Draft) -> list[TokenRun]:
         """Schedule one token for every decoding row that is not known to end."""
         runs: list[TokenRun] = []
-        block_size = lane.kv.block_size
-        for seq in tuple(lane.decoding.values()):
-            position = seq.num_computed_tokens
-            if position + 1 >= seq.total_limit_tokens or seq.seq_id in draft.preempted:
+        for seq in draft.add_settled_decodes(lane.decoding.values()):
+            if seq.num_computed_tokens + 1 >= seq.total_limit_tokens or seq.seq_id in draft.preempted:
                 continue
-            if position % block_size and (tail := seq.table[-1]).ref_cnt == 1 and tail.block_hash is None:
-                draft.add_decode(seq)
-            elif (growth := self._grow(lane, draft, seq, runs)) is not None:
+            growth = self._grow(lane, draft, seq, runs)
+            if growth is not None:
                 draft.add_row(seq, 1, growth)
                 seq.num_in_flight_tokens += 1
         return runs
@@ -410,23 +406,22 @@ class Scheduler:
 
     # ---- applying
 
-    def _commit(self, lane: Lane, step: PlannedStep) -> None:
-        """Record the KV that a step computed. Before the step's tokens are taken: all tokens it wrote are known."""
+    def _seal(self, lane: Lane, step: PlannedStep) -> None:
+        """Seal the blocks that a step filled. Before the step's tokens are taken: all tokens it wrote are known."""
+        if not self.config.enable_prefix_caching:
+            return
         block_size = lane.kv.block_size
-        for row in step.rows:
-            seq = row.seq
-            if row.seq_epoch != seq.seq_epoch:
-                continue
-            seq.num_committed_tokens = row.num_computed_tokens
-            if row.num_computed_tokens >= (seq.num_sealed_blocks + 1) * block_size:
-                lane.kv.commit(seq, row.num_computed_tokens)
+        for seq, seq_epoch, _, _, num_computed_tokens in step.rows:
+            if num_computed_tokens >= (seq.num_sealed_blocks + 1) * block_size and seq_epoch == seq.seq_epoch:
+                lane.kv.commit(seq, num_computed_tokens)
 
     def _take_tokens(self, sampled: SampledRow) -> TokenRun | None:
         """Append sampled tokens to their sequence, up to the one that ends it."""
-        seq = self._seqs.get(sampled.seq_id)
-        if seq is None or seq.seq_epoch != sampled.seq_epoch:
+        seq_id, seq_epoch, token_ids, logprobs = sampled
+        seq = self._seqs.get(seq_id)
+        if seq is None or seq.seq_epoch != seq_epoch:
             return None
-        first, token_ids, logprobs = seq.num_output_tokens, sampled.token_ids, sampled.logprobs
+        first_token_idx = len(seq.token_ids) - seq.num_prompt_tokens
         reason = None
         for num_taken, token_id in enumerate(token_ids, 1):
             seq.token_ids.append(token_id)
@@ -436,10 +431,9 @@ class Scheduler:
                 break
         seq.num_in_flight_tokens -= 1
         seq.num_losses = 0
-        self.counters.output_tokens += len(token_ids)
         if logprobs:
             seq.logprobs += logprobs
-        run = seq.run(first, token_ids, logprobs)
+        run = seq.run(first_token_idx, token_ids, logprobs)
         if reason is None:
             return run
         return run._replace(finish_reason=reason, usage=self._end(seq, reason).usage)
@@ -463,7 +457,7 @@ class Scheduler:
 
         The worker skips what is in flight and begins the restart without rows.
         """
-        lost = {row.seq.seq_id for row in step.rows if row.seq_epoch == row.seq.seq_epoch}
+        lost = step.live_seq_ids()
         runs = []
         for seq in lane.rows():
             runs += self._requeue(lane, seq, is_lost=seq.seq_id in lost, error=error)

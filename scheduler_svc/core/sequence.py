@@ -4,8 +4,7 @@ Where a running sequence's tokens stand (two steps may be in flight, so the sche
 
     |<------------------- token_ids ------------------->|<- num_in_flight_tokens ->|
     |<-- prompt -->|<-- output tokens that are known -->|   sampled, not yet told  |
-    |<-- num_committed_tokens -->|      KV computed by steps that have been applied
-    |<-------------- num_computed_tokens ------------->|   ... by all steps planned
+    |<-------------- num_computed_tokens ------------->|   KV computed by all steps planned
 """
 
 from collections.abc import Sequence
@@ -77,9 +76,11 @@ class Seq:
     table: list[Block] = field(default_factory=list)
     num_reserved_blocks: int = 0  # promised at admission, not yet allocated
     num_computed_tokens: int = 0
-    num_committed_tokens: int = 0
     num_in_flight_tokens: int = 0
     num_sealed_blocks: int = 0
+    # Below this many computed tokens a decode asks nothing of the table and does not end by length. It is what makes a
+    # row cheap between block borders; whoever shares the row's tail block sets it to 0.
+    settled_until_tokens: int = 0
     # What a worker's mirror has of it.
     worker_lane_id: LaneId | None = None
     worker_epoch: int = 0
@@ -111,7 +112,7 @@ class Seq:
         self.lane_id = None
         self.table = []
         self.num_reserved_blocks = 0
-        self.num_computed_tokens = self.num_committed_tokens = self.num_in_flight_tokens = self.num_sealed_blocks = 0
+        self.num_computed_tokens = self.num_in_flight_tokens = self.num_sealed_blocks = self.settled_until_tokens = 0
 
     def ended_run(self, reason: FinishReason, error: SchedulerError | None) -> TokenRun:
         """Return the terminal run of this sequence, without tokens, and keep it for a client that attaches again."""
