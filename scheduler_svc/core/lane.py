@@ -25,7 +25,7 @@ MAX_STEPS_IN_FLIGHT = 2
 _NO_STEP = StepId(0)
 
 
-# A row of a planned step: the sequence, its epoch, the step's tokens and new entries, its computed tokens after the step.
+# A row of a planned step: the sequence, its epoch, the step's tokens and new entries, its computed tokens after it.
 # A plain tuple, as every row makes one at every step.
 PlannedRow = tuple[Seq, int, int, Sequence[Entry], int]
 
