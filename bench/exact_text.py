@@ -42,7 +42,7 @@ def prompts_of(tokenizer: Tokenizer, lengths: Sequence[int]) -> list[list[int]]:
 
 
 def reference_exchanges(model: str, prompt_lengths: Sequence[int], num_output_tokens: int) -> list[Exchange]:
-    """Return what `transformers` gives, greedy and in float32; prompts of like lengths go as one batch, to save time."""
+    """Return what `transformers` gives, greedy and in float32; prompts of like lengths go as one batch."""
     tokenizer = Tokenizer.from_file(f"{model_folder(model)}/tokenizer.json")
     reference = load_reference(model, "float32")
     prompts = prompts_of(tokenizer, prompt_lengths)

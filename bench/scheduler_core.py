@@ -100,7 +100,7 @@ class Bench:
         assert plan is not None
         result = self._worker.run(plan)
         answered_ns = time.perf_counter_ns()
-        runs = self._scheduler.apply(LANE, result, now_ms=0)
+        runs = self._scheduler.apply(LANE, result)
         self._replace(runs)
         return (time.perf_counter_ns() - answered_ns + planned_ns - begin_ns) / 1e3
 
@@ -119,7 +119,7 @@ class Bench:
             sampling=None,
             cache_root=root_hash(b"", b"", ""),
         )
-        self._scheduler.submit(request, now_ms=0)
+        self._scheduler.submit(request)
 
 
 async def measure(settings: CompareSettings, repeats: int) -> list[Finding]:

@@ -77,7 +77,7 @@ class Cell:
     def submit(self, request: Request) -> None:
         """Queue a request, or attach to a known one again; raises SchedulerError."""
         with self._guarded():
-            runs = self.core.submit(request, self._clock())
+            runs = self.core.submit(request)
         self._take(runs)
 
     def abort(
@@ -109,7 +109,7 @@ class Cell:
     def apply(self, lane_id: LaneId, result: StepResult) -> None:
         """Take a step's result in and route what it gave to clients; the lane may have work then."""
         with self._guarded():
-            runs = self.core.apply(lane_id, result, self._clock())
+            runs = self.core.apply(lane_id, result)
         self._route(runs)
 
     def wake_lanes(self) -> None:

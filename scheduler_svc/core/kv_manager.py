@@ -43,6 +43,10 @@ class KVManager:
         """Return how many blocks hold `num_tokens`."""
         return -(-num_tokens // self.block_size)
 
+    def can_hold(self, num_tokens: int) -> bool:
+        """Return whether the whole pool is enough for a sequence of `num_tokens`."""
+        return self.num_blocks_for(num_tokens) <= self.pool.num_blocks
+
     def cached_prefix(self, seq: Seq) -> list[Block]:
         """Return the sealed blocks that `seq` can start with. One token at least is left to compute."""
         if not self.enable_prefix_caching or seq.job.request.skip_cache_read:
@@ -161,9 +165,9 @@ class KVManager:
         if self._computing.get(block_hash) is seq:
             del self._computing[block_hash]
 
-    def check_integrity(self, seqs: Sequence[Seq], pending_copies: Sequence[Block]) -> None:
+    def check_integrity(self, seqs: Sequence[Seq]) -> None:
         """Raise AssertionError unless pool, tables and reservations agree. `seqs`: all rows of the lane."""
-        self.pool.check_integrity([*(seq.table for seq in seqs), pending_copies])
+        self.pool.check_integrity([seq.table for seq in seqs])
         assert self.num_reserved_blocks == sum(seq.num_reserved_blocks for seq in seqs)
         assert self.pool.num_available >= self.num_reserved_blocks, "promised more than there is"
         assert set(self._computing.values()) <= set(seqs), "a block is computed by nobody"

@@ -47,6 +47,8 @@ from scheduler_svc.core.types import (
 )
 
 MAX_LOSSES = 3  # a sequence lost so often without a new token is taken for the cause
+MAX_HOMELESS_MS = 60_000  # a worker as large as the one that was lost may come back
+MAX_UNFITTING = 8  # waiting sequences that a plan looks past for one that fits
 _RESUBMITTED = -(2**40)  # what was being served before a restart goes before all that is new
 
 
@@ -119,7 +121,7 @@ class Scheduler:
 
     # ---- requests
 
-    def submit(self, request: Request, now_ms: int) -> list[TokenRun]:
+    def submit(self, request: Request) -> list[TokenRun]:
         """Queue a request, or attach to one that is known; returns what the client has not got of it yet.
 
         Raises SchedulerError when the request can never be served or the queue is full.
@@ -152,12 +154,23 @@ class Scheduler:
         return [self._end(seq, FinishReason.ABORT) for seq in seqs]
 
     def expire(self, now_ms: int) -> list[TokenRun]:
-        """End the requests whose deadline has passed."""
+        """End the requests whose deadline has passed, and those that no lane has been able to hold for a minute."""
         late = [j for j in self._jobs.values() if j.request.deadline_ms is not None and j.request.deadline_ms <= now_ms]
         error = SchedulerError(ErrorCode.DEADLINE_EXCEEDED, "the request's deadline passed before it was done")
-        return [
-            self._end(s, FinishReason.ERROR, error) for j in late for s in j.seqs if s.state is not SeqState.FINISHED
+        runs = [
+            self._end(seq, FinishReason.ERROR, error)
+            for job in late
+            for seq in job.seqs
+            if seq.state is not SeqState.FINISHED
         ]
+        for seq in self._queue:
+            if not self._lanes or self._some_lane_holds(len(seq.token_ids)):
+                seq.homeless_since_ms = None
+            elif seq.homeless_since_ms is None:
+                seq.homeless_since_ms = now_ms
+            elif now_ms - seq.homeless_since_ms >= MAX_HOMELESS_MS:
+                runs.append(self._end(seq, FinishReason.ERROR, _outgrown(len(seq.token_ids))))
+        return runs
 
     def request_ids(self) -> set[RequestId]:
         """Return the requests that have not ended."""
@@ -185,7 +198,7 @@ class Scheduler:
         self.counters.steps += 1
         return lane.finish(draft), runs
 
-    def apply(self, lane_id: LaneId, result: StepResult, now_ms: int) -> list[TokenRun]:
+    def apply(self, lane_id: LaneId, result: StepResult) -> list[TokenRun]:
         """Take the result of the lane's oldest step in flight. What belongs to an older seq_epoch is ignored."""
         lane = self._lanes[lane_id]
         step = lane.in_flight.popleft()
@@ -256,6 +269,7 @@ class Scheduler:
                 total_limit_tokens=len(request.prompt_token_ids) + request.ending.max_tokens,
                 rank=(request.priority, job.arrival, sequence_idx),
                 ending=request.ending,
+                num_delivered_tokens=len(delivered.token_ids) if delivered else 0,
             )
             if self._max_model_len is not None:
                 seq.total_limit_tokens = min(seq.total_limit_tokens, self._max_model_len)
@@ -322,16 +336,20 @@ class Scheduler:
         while (growth := lane.kv.grow(seq, 1)) is None:
             if lane.kv.pool.num_quarantined >= lane.kv.num_missing_blocks(seq, 1):
                 return None
+            if not self._some_lane_holds(seq.num_computed_tokens + 1):
+                if not seq.num_in_flight_tokens:  # else that token may be its last
+                    runs.append(self._end(seq, FinishReason.ERROR, _outgrown(len(seq.token_ids))))
+                return None
             victim = newest(lane.rows())
             if victim is seq and seq.num_in_flight_tokens:
-                return None  # the token in flight may be its last
-            if victim is seq and len(seq.token_ids) >= (self._max_seq_tokens or 0):
-                runs.append(self._end(seq, FinishReason.ERROR, _outgrown(len(seq.token_ids))))
-                return None
+                return None  # likewise
             self._preempt(lane, draft, victim)
             if victim is seq:
                 return None
         return growth
+
+    def _some_lane_holds(self, num_tokens: int) -> bool:
+        return any(lane.kv.can_hold(num_tokens) for lane in self._lanes.values())
 
     def _preempt(self, lane: Lane, draft: Draft, victim: Seq) -> None:
         """Send a row back to the queue; it keeps its tokens and replays them. Its part in the draft is undone."""
@@ -373,8 +391,10 @@ class Scheduler:
         """Bind waiting sequences to the lane while it has rows, tokens and blocks for them."""
         unfitting: list[Seq] = []
         for seq in self._queue:
-            if lane.num_rows >= lane.max_num_seqs or not draft.budget_tokens:
+            if lane.num_rows >= lane.max_num_seqs or not draft.budget_tokens or len(unfitting) >= MAX_UNFITTING:
                 break
+            if not lane.kv.can_hold(len(seq.token_ids)):
+                continue  # another lane can, or one that will come
             hits = lane.kv.cached_prefix(seq)
             if lane.kv.awaits_prefix(seq, len(hits)):
                 continue
@@ -503,7 +523,9 @@ class Scheduler:
         is_leader = seq.state is not SeqState.UNFORKED and not seq.num_output_tokens
         seq.state = SeqState.FINISHED
         if is_leader and job.unforked:
-            self._wait(job.unforked.pop(0))  # a new leader
+            leader = job.unforked.pop(0)
+            leader.num_losses = max(0, seq.num_losses - 1)  # the prompt that it will compute may be the cause
+            self._wait(leader)
         del self._seqs[seq.seq_id]
         job.num_unfinished -= 1
         if not job.num_unfinished:
@@ -543,7 +565,7 @@ class Scheduler:
             assert (seq.lane_id is not None) == (seq.state is SeqState.RUNNING)
             assert seq.state is SeqState.RUNNING or not (seq.table or seq.num_computed_tokens)
         for lane in self._lanes.values():
-            lane.kv.check_integrity(lane.rows(), [])
+            lane.kv.check_integrity(lane.rows())
             assert lane.num_rows <= lane.max_num_seqs
             for seq in lane.decoding.values():
                 assert seq.num_computed_tokens in (
@@ -554,7 +576,7 @@ class Scheduler:
 
 def _outgrown(num_tokens: int) -> SchedulerError:
     return SchedulerError(
-        ErrorCode.RESOURCE_EXHAUSTED, f"the KV cache is full: a sequence of {num_tokens} tokens has all of it"
+        ErrorCode.RESOURCE_EXHAUSTED, f"the KV cache is too small for a sequence of more than {num_tokens - 1} tokens"
     )
 
 

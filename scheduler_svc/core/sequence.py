@@ -65,11 +65,13 @@ class Seq:
     ending: EndingRules
     state: SeqState = SeqState.WAITING
     seq_epoch: int = 0
-    logprobs: list[Opaque] = field(default_factory=list)  # of output tokens, where asked for
+    num_delivered_tokens: int = 0  # output tokens that came with the request, submitted again
+    logprobs: list[Opaque] = field(default_factory=list)  # of the output tokens after these, where asked for
     end: TokenRun | None = None  # its terminal run, without tokens
     num_losses: int = 0  # steps in flight lost in a row, without a new token between
     times_passed: int = 0  # admissions of others while it did not fit
     passed_since_ms: int | None = None
+    homeless_since_ms: int | None = None  # while no lane is large enough for it
     kept_lane_id: LaneId | None = None  # admits nobody else until this sequence fits
     # The row of a lane; reset by `leave_lane`.
     lane_id: LaneId | None = None
@@ -126,7 +128,7 @@ class Seq:
             return []
         first = len(delivered.token_ids) if delivered else 0
         token_ids = self.token_ids[self.num_prompt_tokens + first :]
-        run = self.run(first, token_ids, self.logprobs[first:])
+        run = self.run(first, token_ids, self.logprobs[max(0, first - self.num_delivered_tokens) :])
         if self.end is not None:
             end = self.end
             return [run._replace(finish_reason=end.finish_reason, error=end.error, usage=end.usage)]

@@ -96,7 +96,7 @@ class Cell:
         self.take(self.scheduler.drop_lane(lane_id))
 
     def submit(self, request: Request) -> None:
-        runs = self.scheduler.submit(request, self.now_ms)
+        runs = self.scheduler.submit(request)
         self.requests[request.request_id] = request
         for sequence_idx in range(request.n):
             delivered = request.delivered.get(sequence_idx)
@@ -117,7 +117,7 @@ class Cell:
     def apply(self, name: str = "w0", *, fails: bool = False) -> None:
         lane_id = LaneId(name)
         result = self.workers[lane_id].run(self.in_flight[lane_id].popleft(), fails=fails)
-        self.take(self.scheduler.apply(lane_id, result, self.now_ms))
+        self.take(self.scheduler.apply(lane_id, result))
 
     def run_to_end(self, max_steps: int = 3000) -> None:
         """Keep two steps in flight on every lane until nothing is left to do."""

@@ -3,14 +3,19 @@
 import pytest
 
 from scheduler_svc.core.policy import MAX_TIMES_PASSED, SchedulingPolicy
+from scheduler_svc.core.scheduler import MAX_HOMELESS_MS
 from scheduler_svc.core.types import (
     Delivered,
     Entry,
     ErrorCode,
     FinishReason,
     LaneId,
+    SampledRow,
     SchedulerError,
+    SeqId,
+    StepId,
     StepPlan,
+    StepResult,
 )
 from tests.scheduler.core.helpers import Cell, expected_of, make_cell, make_request, make_spec
 
@@ -408,6 +413,37 @@ def test_requests_wait_for_the_first_worker_and_learn_its_limits() -> None:
     assert len(cell.output("fits")) == 8
 
 
+def test_a_sequence_too_long_for_the_lane_that_is_left_blocks_nobody_and_ends_in_time() -> None:
+    cell = make_cell(num_lanes=0)
+    cell.add_lane("large", make_spec(num_blocks=30))
+    cell.submit(make_request("long", range(80), max_tokens=4))
+    plan(cell, "large")
+    cell.drop_lane("large")
+    cell.add_lane("small", make_spec(num_blocks=10))
+    cell.submit(make_request("short", range(100, 108), max_tokens=4))
+    cell.take(cell.scheduler.expire(cell.now_ms))
+    cell.now_ms += MAX_HOMELESS_MS - 1
+    while not cell.clients["short", 0].end:  # type: ignore[index]
+        cell.plan("small")
+        cell.apply("small")
+    cell.take(cell.scheduler.expire(cell.now_ms))
+    assert cell.clients["long", 0].end is None  # type: ignore[index]
+    cell.now_ms += 1
+    cell.take(cell.scheduler.expire(cell.now_ms))
+    assert cell.end("long").finish_reason is FinishReason.ERROR
+
+
+def test_the_next_leader_inherits_the_losses_of_the_prompt() -> None:
+    cell = make_cell()
+    cell.submit(make_request("poison", range(4), n=3, max_tokens=1))
+    for number in range(1, 6):
+        cell.plan(f"w{number - 1}")
+        cell.drop_lane(f"w{number - 1}")
+        cell.add_lane(f"w{number}", make_spec())
+    ends = [cell.end("poison", index).finish_reason for index in range(3)]
+    assert ends == [FinishReason.ERROR] * 3
+
+
 # ---- attaching again
 
 
@@ -417,7 +453,7 @@ def test_a_known_request_replays_what_was_not_delivered() -> None:
     for _ in range(4):
         cell.plan()
         cell.apply()
-    runs = cell.scheduler.submit(make_request("a", range(4), delivered={0: Delivered((1, 2))}), 0)
+    runs = cell.scheduler.submit(make_request("a", range(4), delivered={0: Delivered((1, 2))}))
     assert [(run.first_token_idx, list(run.token_ids)) for run in runs] == [(2, cell.output("a")[2:])]
 
 
@@ -429,7 +465,7 @@ def test_a_known_request_replays_the_end_of_a_sequence() -> None:
         cell.plan()
         cell.apply()
     delivered = {0: Delivered(text[:1]), 1: Delivered(cell.output("a", 1))}
-    runs = cell.scheduler.submit(make_request("a", range(4), n=2, delivered=delivered), 0)
+    runs = cell.scheduler.submit(make_request("a", range(4), n=2, delivered=delivered))
     assert [(run.sequence_idx, list(run.token_ids)) for run in runs] == [(0, text[1:2])]
     assert (runs[0].finish_reason, runs[0].usage) == (FinishReason.STOP, cell.end("a").usage)
 
@@ -440,6 +476,17 @@ def test_an_unknown_request_goes_on_from_what_was_delivered() -> None:
     cell.submit(make_request("a", range(6), max_tokens=8, delivered={0: Delivered(text[:5])}))
     cell.run_to_end()
     assert cell.output("a") == text
+
+
+def test_logprobs_of_a_request_that_was_submitted_again_stay_with_their_tokens() -> None:
+    cell = make_cell()
+    text = expected_of(make_request("a", range(6), max_tokens=8))
+    cell.submit(make_request("a", range(6), max_tokens=8, delivered={0: Delivered(text[:3])}))
+    plan(cell)
+    row = SampledRow(SeqId(1), 0, text[3:4], ["logprob of the fourth"])
+    cell.scheduler.apply(LaneId("w0"), StepResult(StepId(1), sampled=[row]))
+    runs = cell.scheduler.submit(make_request("a", range(6), delivered={0: Delivered(text[:3])}))
+    assert [(run.first_token_idx, run.token_ids, run.logprobs) for run in runs] == [(3, text[3:4], row.logprobs)]
 
 
 def test_a_request_whose_end_was_not_delivered_ends_at_once() -> None:
