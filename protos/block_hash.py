@@ -31,12 +31,3 @@ def next_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
     """Return the hash of a full block from its predecessor's and its own token ids (each below 2**32)."""
     body = struct.pack(f"<{len(token_ids)}I", *token_ids)
     return BlockHash(hashlib.sha256(_DOMAIN + parent + struct.pack("<I", len(token_ids)) + body).digest())
-
-
-def hash_chain(root: BlockHash, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:
-    """Return the hashes of all full blocks of `token_ids`, in order; a partly filled last block has none."""
-    hashes, parent = [], root
-    for start in range(0, len(token_ids) - block_size + 1, block_size):
-        parent = next_hash(parent, token_ids[start : start + block_size])
-        hashes.append(parent)
-    return hashes

@@ -12,6 +12,7 @@ again once and then repeats them.
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -22,6 +23,7 @@ from protos.channel import CHANNEL_OPTIONS, token_metadata
 from protos.worker_pb2_grpc import WorkerStub
 from scheduler_svc import convert
 from scheduler_svc.cell import Cell
+from scheduler_svc.core.arena import block_ids, native_entry
 from scheduler_svc.core.types import LaneId, LaneSpec, Seal, StepStatus
 from scheduler_svc.step_rates import StepRates
 from scheduler_svc.timing import Clock, Timing
@@ -70,11 +72,11 @@ class WorkerLink:
         """Ask who answers; raises grpc.aio.AioRpcError."""
         return await self._stub.Health(worker_pb2.HealthRequest(), timeout=timeout_ms / 1000, metadata=self._metadata)
 
-    async def manifest(self, identity: LaneIdentity) -> list[Seal]:
+    async def manifest(self, identity: LaneIdentity, timeout_ms: int) -> list[Seal]:
         """Make the epoch the worker's current one and return its seals; raises AioRpcError, MalformedMessageError."""
         request = worker_pb2.ManifestRequest(instance_id=identity.lane_id, lane_epoch=identity.lane_epoch)
         seals: list[Seal] = []
-        async for part in self._stub.Manifest(request, metadata=self._metadata):
+        async for part in self._stub.Manifest(request, timeout=timeout_ms / 1000, metadata=self._metadata):
             seals.extend(convert.seals_from_wire(part.seals))
         return seals
 
@@ -146,9 +148,10 @@ class LaneDriver:
 
     async def _bring_up(self) -> None:
         try:
-            seals = await self._link.manifest(self.identity)
+            seals = await self._link.manifest(self.identity, self._timing.manifest_ms)
         except (grpc.aio.AioRpcError, convert.MalformedMessageError) as error:
             raise LaneLostError(f"no manifest: {_text(error)}") from error
+        _check_manifest(seals, self._spec)
         self._cell.add_lane(self.identity.lane_id, self._spec, seals, self.wake)
         self.is_live = True
         logger.info("lane %s at %s is live, %d blocks cached", self.identity.lane_id, self.identity.address, len(seals))
@@ -197,7 +200,7 @@ class LaneDriver:
                 if not self._unanswered:
                     self._oldest_since_ms = self._clock()
                 # Noted before it is sent: if the stream breaks in between, it is repeated.
-                self._unanswered.append(_SentStep(request, max(1, convert.num_scheduled_tokens(plan))))
+                self._unanswered.append(_SentStep(request, convert.num_scheduled_tokens(plan)))
                 await stream.write(request)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return
@@ -227,7 +230,8 @@ class LaneDriver:
         self._unanswered.popleft()
         self._redialed_since_result = False
         self._oldest_since_ms = self.last_result_ms = self._clock()
-        if result.status is StepStatus.OK:
+        # A step without rows (finished ids, seals) costs next to nothing, and says nothing about those with rows.
+        if result.status is StepStatus.OK and expected.num_tokens:
             self.rates.record(expected.num_tokens, message.step_ms)
         self._cell.apply(self.identity.lane_id, result)
         self._has_work.set()
@@ -237,6 +241,15 @@ class LaneDriver:
         if predicted_ms is None:
             return self._timing.unmeasured_step_deadline_ms
         return max(self._timing.min_step_deadline_ms, self._timing.step_deadline_factor * predicted_ms)
+
+
+def _check_manifest(seals: Sequence[Seal], spec: LaneSpec) -> None:
+    """Raise LaneLostError unless every seal names a block of the lane's arena that no other names."""
+    unnamed = {native_entry(block_id) for block_id in block_ids(spec.num_blocks, spec.blocks_per_slab)}
+    for seal in seals:
+        if seal.entry not in unnamed:
+            raise LaneLostError(f"the manifest names entry {seal.entry} twice, or it lies outside the arena")
+        unnamed.remove(seal.entry)
 
 
 def _text(error: Exception) -> str:

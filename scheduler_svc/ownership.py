@@ -3,7 +3,7 @@
 A request belongs to the gateway that submitted it and outlives that gateway's session by a moment:
 
     attached ──session breaks──▶ detached ──submitted again──▶ attached: the core replays from what was delivered
-                                    └──not within detached_ms──▶ aborted
+                                    └──detached_ms without a submit of its gateway──▶ aborted
 
 Runs of a detached request are dropped, because the replay will carry their tokens. A request that ends while it is
 detached is forgotten; submitted again it is computed from what was delivered on.
@@ -25,6 +25,7 @@ class Gateway:
     session_number: int
     outbox: Outbox | None = None  # that of its session; None between two sessions
     requests: set[RequestId] = field(default_factory=set)
+    last_submit_ms: int = 0  # when its newest submit came, in any of its sessions
 
 
 @dataclass(slots=True, eq=False)

@@ -98,9 +98,10 @@ class Registry:
                 self._lose(lane, f"silent for {silent_ms} ms")
             elif (reason := lane.driver.overdue(now_ms)) is not None:
                 self._lose(lane, reason)
-        if not self._fenced_since_ms or self._lanes:
-            return
-        if now_ms - max(self._fenced_since_ms.values()) > self._timing.fenced_ms:
+        if self._lanes:
+            # Of a worker that stays here longer than this, another scheduler has not taken all.
+            self._forget_fences(before_ms=now_ms - self._timing.fenced_ms)
+        elif self._fenced_since_ms and now_ms - max(self._fenced_since_ms.values()) > self._timing.fenced_ms:
             self._cell.fail(AllLanesFencedError("all workers obey another scheduler now"))
 
     def restart_timers(self) -> None:
@@ -181,6 +182,7 @@ class Registry:
             last_heartbeat_ms=self._clock(),
         )
         self._lanes[identity.lane_id] = lane
+        self._fenced_since_ms.clear()  # this worker, if no other, obeys this scheduler
         lane.task = asyncio.create_task(self._drive(lane), name=f"lane {identity.lane_id}")
         self._tasks.add(lane.task)
         lane.task.add_done_callback(self._tasks.discard)
@@ -189,11 +191,17 @@ class Registry:
         try:
             await lane.driver.run()
         except LaneLostError as error:
-            if isinstance(error, LaneFencedError):
+            # A lane that has been replaced says nothing: its worker ended the epoch to begin the next one here.
+            if isinstance(error, LaneFencedError) and self._lanes.get(lane.driver.identity.lane_id) is lane:
                 self._fenced_since_ms[lane.driver.identity.lane_id] = self._clock()
             self._lose(lane, str(error))
         except Exception as error:
             self._cell.fail(error)
+
+    def _forget_fences(self, before_ms: int) -> None:
+        for lane_id, since_ms in list(self._fenced_since_ms.items()):
+            if since_ms < before_ms:
+                del self._fenced_since_ms[lane_id]
 
     def _lose(self, lane: Lane, reason: str) -> None:
         """Forget a worker; its sequences go back to the queue. Does nothing for one that is forgotten already."""

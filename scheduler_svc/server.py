@@ -78,6 +78,11 @@ class SchedulerServer:
             await asyncio.wait_for(self._drained.wait(), self._settings.scheduler_drain_seconds)
         except TimeoutError:
             self.hub.end_requests(SchedulerError(ErrorCode.UNAVAILABLE, "the server is shutting down"))
+        try:
+            # `stop` cancels the sessions' writers, and the ends lie in their outboxes.
+            await asyncio.wait_for(self._drained.wait(), self._timing.last_ends_ms / 1000)
+        except TimeoutError:
+            logger.warning("not all gateways have taken the ends of their requests")
 
     async def stop(self) -> None:
         """End sessions, watches and lanes, and stop listening."""

@@ -106,6 +106,7 @@ class SessionHub:
         session.last_heard_ms = self._clock()
         kind = message.WhichOneof("kind")
         if kind == "submit":
+            session.gateway.last_submit_ms = session.last_heard_ms
             self._submit(session.gateway, message.submit)
         elif kind == "abort":
             self._abort(session.gateway, message.abort)
@@ -133,7 +134,10 @@ class SessionHub:
             elif now_ms - session.last_sent_ms >= timing.sign_of_life_ms:
                 session.outbox.nudge()
         for request_id, owned in self._ownership.detached():
-            if owned.detached_since_ms is not None and now_ms - owned.detached_since_ms > timing.detached_ms:
+            assert owned.detached_since_ms is not None
+            # A gateway with many large prompts needs a while to submit them all again: each submit starts it anew.
+            waiting_since_ms = max(owned.detached_since_ms, owned.gateway.last_submit_ms)
+            if now_ms - waiting_since_ms > timing.detached_ms:
                 logger.info("request %s is aborted: its gateway has not submitted it again", request_id)
                 self._abandon(request_id, owned)
         for request_id, owned in list(self._held.items()):
@@ -174,6 +178,11 @@ class SessionHub:
         # Tokens delivered mark a stream that was running, though a scheduler that has just started cannot know it.
         if self.is_draining and known is None and not submit.delivered:
             self._refuse(owned, ErrorCode.UNAVAILABLE, "the server is shutting down")
+            return
+        if known is None and not submit.delivered and submit.n > (bound := self._cell.settings.max_queued_requests):
+            # Not the queue's "try again later": there will never be room.
+            message = f"n is {submit.n}, but at most {bound} sequences may wait for a worker"
+            self._refuse(owned, ErrorCode.INVALID_ARGUMENT, message, "n")
             return
         if not owned.unfinished:
             if known is not None:

@@ -41,7 +41,10 @@ class SchedulerSettings(BaseSettings):
         default=None, ge=1, description="tokens that a step computes; none: 512 on a CPU, 8192 on a GPU"
     )
     max_queued_requests: int = Field(
-        default=1024, ge=1, description="sequences that may wait for room on a worker; more are refused with status 429"
+        default=1024,
+        ge=1,
+        description="sequences (n for each request) that may wait for room on a worker; more are refused with status "
+        "429",
     )
     enable_prefix_caching: bool = Field(
         default=True,

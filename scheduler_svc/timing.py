@@ -24,7 +24,9 @@ class Timing:
     awaiting_model_ms: int = 10_000  # a request that came before the cell's first worker waits so long for one
     fenced_ms: int = 10_000  # a worker that obeys another epoch than its lane's registers here again within
     dial_ms: int = 2000  # a worker that registers must answer at its address within
+    manifest_ms: int = 30_000  # a worker must have told all its cached blocks within
     redial_ms: int = 200  # after a broken step stream the worker must be reached again within
+    last_ends_ms: int = 1000  # what a drain ends by force is sent to gateways within
     stall_ms: int = 1000  # this loop being late by more says nothing about others: all timers start anew
     min_step_deadline_ms: int = 3000
     step_deadline_factor: int = 5  # times what the measured rate predicts

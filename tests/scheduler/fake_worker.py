@@ -77,6 +77,7 @@ class FakeWorker(WorkerServicer):
     lane_epoch: int = 0  # of the last Register
     num_results_to_lose: int = 0  # so many times the stream breaks in place of a result, after the step was computed
     fails_next_step: bool = False
+    false_seals: list[tuple[int, bytes]] = field(default_factory=list)  # told in a manifest before the true ones
     # What a test reads.
     address: str = ""
     num_streams: int = 0
@@ -88,6 +89,8 @@ class FakeWorker(WorkerServicer):
     def __post_init__(self) -> None:
         self.may_step = asyncio.Event()  # clear: steps hang, and the worker lives on
         self.may_step.set()
+        self.may_tell_manifest = asyncio.Event()
+        self.may_tell_manifest.set()
         self._breaks = asyncio.Event()
         self._current_epoch: int | None = None
         self._last_step_id = 0
@@ -114,6 +117,7 @@ class FakeWorker(WorkerServicer):
     async def stop(self) -> None:
         self.fall_silent()
         self.may_step.set()
+        self.may_tell_manifest.set()
         await self._server.stop(0)
 
     def fall_silent(self) -> None:
@@ -169,7 +173,8 @@ class FakeWorker(WorkerServicer):
         self._results.clear()
         self._rows.clear()
         self._must_restart = False
-        for entry, block_hash in list(self.seals.items()):
+        await self.may_tell_manifest.wait()
+        for entry, block_hash in [*self.false_seals, *self.seals.items()]:
             seals = worker_pb2.Seals(entries=[entry], block_hashes=block_hash, recipe_versions=[0])
             yield worker_pb2.ManifestPart(seals=seals)
 
@@ -212,6 +217,8 @@ class FakeWorker(WorkerServicer):
             result.status = worker_pb2.STEP_STATUS_SKIPPED
             return result
         scheduled = self._mirror(request)
+        if not scheduled:
+            result.step_ms = 0.0
         if self.fails_next_step:
             self.fails_next_step, self._must_restart = False, True
             result.status, result.error = worker_pb2.STEP_STATUS_FAILED, "asked to fail"

@@ -4,6 +4,8 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from protos import common_pb2
 
 from .conftest import TIMING, LoopbackCell, until
@@ -199,6 +201,43 @@ async def test_step_deadline_is_long_where_steps_are_slow(cell: LoopbackCell) ->
     worker.may_step.set()
     await until(lambda: gateway.output("a").has_ended)
     assert cell.server.figures().num_worker_losses_total == 0
+
+
+async def test_steps_without_rows_say_nothing_of_a_steps_duration(cell: LoopbackCell) -> None:
+    await cell.start()
+    worker = await cell.add_worker(step_ms=50.0)
+    gateway = await cell.add_gateway()
+    await gateway.submit("a", prompt_of(1, 20), max_tokens=5)
+    await until(lambda: gateway.output("a").has_ended and worker.step_sizes[-1] == 0)
+    await until(lambda: cell.server.figures().lanes[0].num_steps_in_flight == 0)
+    (lane,) = cell.server.registry.lanes
+    assert lane.driver.rates.predict_ms(1) == lane.driver.rates.last_step_ms == 50.0
+
+
+@pytest.mark.parametrize(
+    "seals",
+    [[(64 * 256 * 8, b"a" * 32)], [(16 * 8, b"a" * 32)], [(1, b"a" * 32)], [(8, b"a" * 32), (8, b"b" * 32)]],
+    ids=["beyond the last slab", "between two slabs", "another format", "twice"],
+)
+async def test_worker_with_an_impossible_manifest_is_dropped(
+    cell: LoopbackCell, seals: list[tuple[int, bytes]]
+) -> None:
+    await cell.start(replace(TIMING, silence_ms=60_000))
+    worker = await cell.make_worker(false_seals=seals)
+    await worker.register(cell.address)
+    await until(lambda: not list(cell.server.registry.lanes))
+    assert not cell.server.cell.failed.done()
+    worker.false_seals.clear()
+    await worker.join(cell.address)
+    await until(lambda: cell.is_live(worker))
+
+
+async def test_worker_that_never_tells_its_manifest_is_dropped(cell: LoopbackCell) -> None:
+    await cell.start(replace(TIMING, manifest_ms=50, silence_ms=60_000))
+    worker = await cell.make_worker()
+    worker.may_tell_manifest.clear()
+    await worker.register(cell.address)
+    await until(lambda: not list(cell.server.registry.lanes))
 
 
 async def test_silent_worker_is_dropped(cell: LoopbackCell) -> None:

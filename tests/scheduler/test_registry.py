@@ -176,3 +176,51 @@ async def test_scheduler_whose_workers_obey_another_ends(cell: LoopbackCell) -> 
     assert isinstance(cell.server.cell.failed.result(), AllLanesFencedError)
     await other.stop()
     cell.may_fail = True
+
+
+async def test_worker_that_comes_after_a_fence_and_dies_does_not_end_the_scheduler(cell: LoopbackCell) -> None:
+    now_ms = 0
+    await cell.start(clock=lambda: now_ms)
+    other = LoopbackCell()
+    await other.start()
+    first = await cell.add_worker()
+    first.fall_silent()
+    await first.join(other.address)
+    await until(lambda: other.is_live(first))
+    gateway = await cell.add_gateway()
+    await gateway.submit("a", range(5, 25), max_tokens=5)
+    await until(lambda: not list(cell.server.registry.lanes))
+    second = await cell.add_worker()
+    await second.stop()
+    await until(lambda: not list(cell.server.registry.lanes))
+    now_ms += TIMING.fenced_ms + 1
+    cell.server.registry.judge()
+    assert not cell.server.cell.failed.done()
+    await other.stop()
+
+
+async def test_fence_is_forgotten_while_another_worker_stays(cell: LoopbackCell) -> None:
+    now_ms = 0
+    await cell.start(clock=lambda: now_ms)
+    other = LoopbackCell()
+    await other.start()
+    worker = await cell.add_worker()
+    worker.fall_silent()
+    staying = await cell.add_worker(max_num_seqs=1)
+    await worker.join(other.address)
+    await until(lambda: other.is_live(worker))
+    staying.may_step.clear()  # so that it has room for one of two requests only
+    gateway = await cell.add_gateway()
+    for request_id in ("a", "b"):
+        await gateway.submit(request_id, range(5, 25), max_tokens=5)
+    await until(lambda: len(list(cell.server.registry.lanes)) == 1)
+    staying.may_step.set()
+    now_ms += TIMING.fenced_ms + 1
+    cell.server.registry.restart_timers()
+    cell.server.registry.judge()
+    assert cell.is_live(staying)
+    await staying.stop()
+    await until(lambda: not list(cell.server.registry.lanes))
+    cell.server.registry.judge()
+    assert not cell.server.cell.failed.done()
+    await other.stop()

@@ -102,6 +102,8 @@ async def test_drain_ends_what_cannot_finish(cell: LoopbackCell) -> None:
     await gateway.submit("a", PROMPT, max_tokens=100)
     await until(lambda: cell.num_seqs == 1)
     await cell.server.drain()
+    assert cell.server.hub.is_idle, "its end has been sent"
+    await cell.server.stop()
     await until(lambda: gateway.output("a").has_ended)
     assert gateway.output("a").error.code == common_pb2.ERROR_CODE_UNAVAILABLE
 

@@ -152,6 +152,26 @@ async def test_listed_request_that_is_not_submitted_again_is_aborted(cell: Loopb
     worker.may_step.set()
 
 
+async def test_each_submit_gives_a_gateways_other_requests_more_time(cell: LoopbackCell) -> None:
+    now_ms = 0
+    await cell.start(replace(TIMING, detached_ms=300), clock=lambda: now_ms)
+    hub = cell.server.hub
+    endings: list[Exception] = []
+    session = hub.open(scheduler_pb2.Hello(gateway_id="g", session_number=1), endings.append)
+    submits = [scheduler_pb2.Submit(request_id=request_id, token_ids=PROMPT, n=1) for request_id in ("a", "b")]
+    for submit in submits:
+        hub.receive(session, scheduler_pb2.ClientMessage(submit=submit))
+    session = hub.open(scheduler_pb2.Hello(gateway_id="g", session_number=2, request_ids=["a", "b"]), endings.append)
+    now_ms += 250
+    hub.receive(session, scheduler_pb2.ClientMessage(submit=submits[0]))
+    now_ms += 250
+    hub.judge()
+    assert hub.num_held_seqs == 2
+    now_ms += 100
+    hub.judge()
+    assert hub.num_held_seqs == 1
+
+
 async def test_late_message_of_a_superseded_session_is_ignored(cell: LoopbackCell) -> None:
     await cell.start()
     hub = cell.server.hub
@@ -311,6 +331,18 @@ async def test_full_queue_refuses_before_the_first_worker_too(cell: LoopbackCell
     await until(lambda: gateway.output("3").has_ended)
     assert gateway.output("3").error.code == common_pb2.ERROR_CODE_RESOURCE_EXHAUSTED
     assert cell.server.figures().num_waiting_seqs == 2
+
+
+async def test_more_samples_than_may_ever_wait_are_a_mistake_of_the_request(cell: LoopbackCell) -> None:
+    await cell.start(max_queued_requests=2)
+    gateway = await cell.add_gateway()
+    await gateway.submit("a", PROMPT, max_tokens=20, n=3)
+    await until(lambda: all(gateway.output("a", index).has_ended for index in range(3)))
+    for index in range(3):
+        error = gateway.output("a", index).error
+        assert (error.code, error.param) == (common_pb2.ERROR_CODE_INVALID_ARGUMENT, "n")
+        assert "3" in error.message
+        assert "2" in error.message
 
 
 async def test_deadline_of_a_request_passes(cell: LoopbackCell) -> None:
