@@ -33,24 +33,25 @@ class Admission:
         if self._is_full(num_prompts):
             raise OverloadedError("The server's queue is full: try again in a moment.")
         self._num_preparing += num_prompts
+        self._note_idleness()
         try:
             yield
         finally:
             self._num_preparing -= num_prompts
+            self._note_idleness()
 
     def open(self) -> None:
         """Count a request whose answer has begun."""
         self._num_open += 1
-        self._is_idle.clear()
+        self._note_idleness()
 
     def close(self) -> None:
         """Count the end of an answer."""
         self._num_open -= 1
-        if not self._num_open:
-            self._is_idle.set()
+        self._note_idleness()
 
     async def drain(self, patience_s: float) -> bool:
-        """Let nobody in any more; return whether all answers ended within `patience_s`."""
+        """Let nobody in any more; return whether all who are in were answered within `patience_s`."""
         self.is_draining = True
         try:
             async with asyncio.timeout(patience_s):
@@ -58,6 +59,12 @@ class Admission:
         except TimeoutError:
             return False
         return True
+
+    def _note_idleness(self) -> None:
+        if self._num_preparing or self._num_open:
+            self._is_idle.clear()
+        else:
+            self._is_idle.set()
 
     def _is_full(self, num_prompts: int) -> bool:
         refusal_s = self._session.last_refusal_s

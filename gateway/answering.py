@@ -72,11 +72,15 @@ class PromptSource:
 
 
 async def respond(
-    gateway: Gateway, request: GenerateRequest, reply_id: str, source: PromptSource, shape: Shape
+    gateway: Gateway,
+    request: GenerateRequest,
+    reply_id: str,
+    source: PromptSource,
+    make_shape: Callable[[Sequence[list[int]]], Shape],
 ) -> StreamedReply | WholeReply:
     """Tokenize and submit a request; return the HTTP response that the client asked for, which owns what was begun.
 
-    Raises ApiError, and nothing is submitted then.
+    `make_shape` gets the prompts' token ids, which are valid by then. Raises ApiError, and nothing is submitted then.
     """
     gateway.check_model(request.model)
     with gateway.admission.preparing(source.num_prompts):
@@ -86,6 +90,7 @@ async def respond(
             _submit(request, f"{reply_id}-{idx}", token_ids, limits, source.param)
             for idx, token_ids in enumerate(prompts)
         ]
+        shape = make_shape(prompts)
         reply = Reply(gateway.session, gateway.prompts.tokenizer, gateway.request_metrics, gateway.admission, request)
         reply.submit(submits, gateway.settings.request_timeout_seconds)
     if request.stream:

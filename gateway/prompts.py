@@ -94,6 +94,7 @@ class Prompts:
         if isinstance(prompt, str):
             limits.check_text(prompt, self.tokenizer, "prompt")
             return await self.tokenizer.encode(prompt, add_special_tokens, "prompt")
+        limits.room_tokens(len(prompt), "prompt")  # before a look at each of millions of ids
         check_token_ids(prompt, limits.vocab_size, "prompt")
         return prompt
 

@@ -18,6 +18,10 @@ MAX_PROMPTS = 128
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 4096
+# A logit divided by a smaller penalty may be infinite in float32; a smaller share of the probability than this is the
+# likeliest token alone.
+MIN_REPETITION_PENALTY = 0.01
+MIN_TOP_P = 1e-6
 
 _INT64_MIN, _UINT64_MAX = -(2**63), 2**64 - 1
 _INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
@@ -120,10 +124,10 @@ class GenerateRequest(_Body):
 
     n: int = Field(1, ge=1, le=MAX_N)
     temperature: float = Field(1.0, ge=0, le=2)
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(1.0, ge=MIN_TOP_P, le=1)
     top_k: int = Field(0, ge=-1, le=_INT32_MAX)  # -1 and 0: off
     min_p: float = Field(0.0, ge=0, le=1)
-    repetition_penalty: float = Field(1.0, gt=0, le=100)
+    repetition_penalty: float = Field(1.0, ge=MIN_REPETITION_PENALTY, le=100)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     seed: int | None = Field(None, ge=_INT64_MIN, le=_UINT64_MAX)

@@ -27,6 +27,7 @@ _MODEL_REFRESH_S = 5.0  # workers come and go, and with them the cell's limits
 _DEADLINE_CHECK_S = 0.5
 # The scheduler ends a request at its deadline; the gateway does so only when the scheduler is away.
 _DEADLINE_GRACE_S = 1.0
+_NUM_KEPT_ABORTS = 4096
 
 # Each connection is a new one: a dead TCP connection must not come back out of gRPC's pool.
 _CHANNEL_OPTIONS = (*wire_channel.CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
@@ -41,6 +42,7 @@ class SchedulerSession:
         self._gateway_id = f"gateway-{secrets.token_hex(8)}"
         self._session_number = 0
         self._generations: dict[str, Generation] = {}
+        self._aborted_ids: dict[str, None] = {}  # in this connection, the latest last; a dict, for its order
         self._link: Link | None = None
         self._stub: scheduler_pb2_grpc.SchedulerAsyncStub | None = None
         self._cell = scheduler_pb2.GetModelResponse()
@@ -80,9 +82,8 @@ class SchedulerSession:
     def abort(self, generation: Generation) -> None:
         """Forget a request and have the scheduler end it; nothing more comes of it. Idempotent."""
         known = self._generations.pop(generation.request_id, None)
-        # While the scheduler is away this needs no message: the next Hello does not name the request.
-        if known is not None and self._link is not None:
-            self._link.send(_abort_message(generation.request_id))
+        if known is not None:
+            self._abort_unheld(generation.request_id)
 
     def end_sequence(self, generation: Generation, index: int) -> None:
         """Have the scheduler end one sequence; only its terminal event comes of it from now on."""
@@ -146,6 +147,7 @@ class SchedulerSession:
                 refresher.cancel()
                 self._link = self._stub = None
                 self._is_announced = False
+                self._aborted_ids.clear()
                 self._lose_scheduler()
             return link.was_heard, reason
 
@@ -166,7 +168,10 @@ class SchedulerSession:
         for run in message.runs:
             generation = self._generations.get(run.request_id)
             if generation is None:
-                continue  # aborted here
+                # Aborted here; or the scheduler computes what nobody here waits for.
+                if not run.finish_reason and run.request_id not in self._aborted_ids:
+                    self._abort_unheld(run.request_id)
+                continue
             was_started = generation.has_started
             if not generation.accept(run, now_s) and self._link is not None:
                 logger.warning("tokens of %s are missing: asking for them again", run.request_id)
@@ -175,6 +180,16 @@ class SchedulerSession:
                 refused = run.error.code == common_pb2.ERROR_CODE_RESOURCE_EXHAUSTED
                 self.last_refusal_s = now_s if refused else None
             self._drop_if_over(generation)
+
+    def _abort_unheld(self, request_id: str) -> None:
+        """Have the scheduler end a request that is not, or no longer, one of this gateway's."""
+        # While the scheduler is away this needs no message: the next Hello does not name the request.
+        if self._link is None:
+            return
+        self._link.send(_abort_message(request_id))
+        self._aborted_ids[request_id] = None
+        if len(self._aborted_ids) > _NUM_KEPT_ABORTS:
+            del self._aborted_ids[next(iter(self._aborted_ids))]
 
     def _drop_if_over(self, generation: Generation) -> None:
         if generation.is_over:

@@ -87,10 +87,6 @@ class ModelTokenizer:
             return text
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
 
-    def is_token(self, token_id: int) -> bool:
-        """Return whether the id names a token (a model's vocabulary may be larger, or have gaps)."""
-        return token_id in self._strings
-
     def token_string(self, token_id: int) -> str:
         """Return the token as the vocabulary spells it, "" for an id that is no token."""
         return self._strings.get(token_id, "")

@@ -141,11 +141,11 @@ class SamplingParams(_message.Message):
     top_k: _builtins.int
     """0: off"""
     top_p: _builtins.float
-    """(0, 1]; 1: off"""
+    """[1e-6, 1]; 1: off"""
     min_p: _builtins.float
     """[0, 1]; 0: off"""
     repetition_penalty: _builtins.float
-    """> 0; 1: off; over prompt and output tokens"""
+    """>= 0.01; 1: off; over prompt and output tokens"""
     presence_penalty: _builtins.float
     """[-2, 2]; over output tokens"""
     frequency_penalty: _builtins.float

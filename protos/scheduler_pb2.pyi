@@ -455,7 +455,7 @@ class GetModelResponse(_message.Message):
     kv_capacity_tokens: _builtins.int
     """of the largest lane: a longer sequence can never be held"""
     max_queued_requests: _builtins.int
-    """bound of the waiting queue"""
+    """bound of the waiting queue, in sequences"""
     @_builtins.property
     def model(self) -> _common_pb2.ModelInfo:
         """absent until a worker has registered"""

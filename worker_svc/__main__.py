@@ -5,6 +5,7 @@ Exit code 0 after SIGTERM or SIGINT; 1 with one line on standard error for what 
 
 import asyncio
 import logging
+import os
 import signal
 import sys
 from types import FrameType
@@ -49,7 +50,7 @@ def _run(settings: WorkerSettings) -> int:
     from kernels.errors import KernelError
     from worker_svc.app import serve
     from worker_svc.assembly import load_worker
-    from worker_svc.errors import WorkerError
+    from worker_svc.errors import DeviceHungError, WorkerError
     from worker_svc.loader.errors import ModelError
 
     set_num_threads(settings.num_threads)
@@ -57,6 +58,9 @@ def _run(settings: WorkerSettings) -> int:
         asyncio.run(serve(load_worker(settings), settings))
     except (WorkerError, ModelError, KernelError) as error:
         logger.error("%s", " ".join(str(error).split()))
+        if isinstance(error, DeviceHungError):
+            logging.shutdown()
+            os._exit(1)  # the interpreter's own end waits for every thread, and the device's is stuck
         return 1
     return 0
 

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from protos.channel import PROTOCOL_VERSION
 from protos.scheduler_pb2 import RegisterRequest
 from worker_svc.assembly import LoadedWorker
+from worker_svc.errors import DeviceHungError
 from worker_svc.fence import StepFence
 from worker_svc.registration import Registration
 from worker_svc.service import WorkerService, start_server
@@ -24,7 +25,10 @@ _WILDCARD_HOSTS = ("0.0.0.0", "::", "[::]")
 
 
 async def serve(worker: LoadedWorker, settings: WorkerSettings) -> None:
-    """Listen, register and run steps until SIGTERM or SIGINT. Raises StartupError, or DeviceFaultError."""
+    """Listen, register and run steps until SIGTERM or SIGINT. Raises StartupError, or DeviceFaultError.
+
+    After a DeviceHungError the device thread is left behind, and a process that ends as usual would wait for it.
+    """
     end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, _settle, end, None)
@@ -50,8 +54,10 @@ async def serve(worker: LoadedWorker, settings: WorkerSettings) -> None:
             # Streams first: told of a fence, the scheduler would take it that another one has this worker now.
             await server.stop(None)
             await fence.retire()
-    finally:
-        device.shutdown()
+    except BaseException as error:
+        device.shutdown(wait=not isinstance(error, DeviceHungError))
+        raise
+    device.shutdown()
     logger.info("stopped")
 
 

@@ -8,6 +8,7 @@ WorkerError
 ├── StepGapError            a step is neither the next one nor one whose result is kept
 ├── MalformedStepError      a step contradicts what the worker knows; the step fails as a whole
 └── DeviceFaultError        the device is gone; the process must end
+    └── DeviceHungError     its thread does not come back, and nothing may wait for it
 """
 
 from collections.abc import AsyncIterator
@@ -61,6 +62,10 @@ class MalformedStepError(WorkerError):
 
 class DeviceFaultError(WorkerError):
     """The device can compute nothing more in this process."""
+
+
+class DeviceHungError(DeviceFaultError):
+    """A job does not end. Its thread cannot be stopped, so the process ends without waiting for it."""
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):

@@ -4,18 +4,23 @@
     Manifest(epoch) ──▶ adopt: queued steps are dropped, the running one is waited for, rows and results are forgotten
     Steps           ──▶ submit: step 1, 2, 3 ...; a repeat gets the answer of the first time
 
-All of it runs on the event loop; the device thread runs jobs and nothing else.
+All of it runs on the event loop; the device thread runs jobs and nothing else. A device that does not end the running
+job in time is hung, which is a fault.
 """
 
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from typing import TypeVar
 
 from protos import worker_pb2 as pb
-from worker_svc.errors import FencedError, StepGapError
+from worker_svc.errors import DeviceHungError, FencedError, StepGapError
 from worker_svc.step import StepRunner
 
 NUM_KEPT_RESULTS = 4
+DEVICE_PATIENCE_S = 60.0  # for the running step; queued ones are dropped
+
+_T = TypeVar("_T")
 
 
 class StepFence:
@@ -31,6 +36,7 @@ class StepFence:
         self._answers: dict[int, asyncio.Future[pb.StepResult]] = {}  # by step_id, in order
         self._jobs: set[Future[pb.StepResult]] = set()
         self._adopting = asyncio.Lock()
+        self._is_hung = False
 
     async def begin_epoch(self) -> int:
         """End the current epoch and return the next one, to register with; steps are refused until it is adopted."""
@@ -39,17 +45,23 @@ class StepFence:
         return self.lane_epoch
 
     async def retire(self) -> None:
-        """Obey nobody: drop queued steps, wait for the running one, forget the rows. Seals stay."""
+        """Obey nobody: drop queued steps, wait for the running one, forget the rows. Seals stay.
+
+        Raises DeviceHungError.
+        """
         async with self._adopting:
             self._drop_steps()
-            await asyncio.wrap_future(self._device.submit(self._runner.forget_rows))
+            await self._on_device(self._runner.forget_rows)
 
     async def adopt(self, lane_epoch: int) -> list[pb.ManifestPart]:
-        """Make `lane_epoch` the current one; return the manifest. Raises FencedError unless it was registered last."""
+        """Make `lane_epoch` the current one; return the manifest.
+
+        Raises FencedError unless it was registered last, and DeviceHungError.
+        """
         async with self._adopting:
             self._check_registered(lane_epoch)
             self._drop_steps()
-            manifest = await asyncio.wrap_future(self._device.submit(self._runner.fence))
+            manifest = await self._on_device(self._runner.fence)
             self._check_registered(lane_epoch)
             self._obeyed_epoch = lane_epoch
             return manifest
@@ -73,6 +85,18 @@ class StepFence:
         self._jobs.add(job)
         job.add_done_callback(lambda job: loop.call_soon_threadsafe(self._finish, answer, job))
         return answer
+
+    async def _on_device(self, job: Callable[[], _T]) -> _T:
+        """Run a job behind the running one. Raises DeviceHungError when it takes too long, and from then on."""
+        error = DeviceHungError(f"the device has not finished its work within {DEVICE_PATIENCE_S:g} s")
+        if self._is_hung:
+            raise error
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(self._device.submit(job)), DEVICE_PATIENCE_S)
+        except TimeoutError:
+            self._is_hung = True
+            self._on_fault(error)
+            raise error from None
 
     def _check_registered(self, lane_epoch: int) -> None:
         if lane_epoch != self.lane_epoch:

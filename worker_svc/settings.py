@@ -30,7 +30,9 @@ class WorkerSettings(BaseSettings):
     cluster_token: str = Field(
         "", description="secret that every call between services carries; needed beyond loopback"
     )
-    log_level: str = Field("info", description="least severe log lines that are shown: debug, info, warning, error")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="least severe log lines that are shown: debug, info, warning, error"
+    )
     scheduler: str = Field("127.0.0.1:50051", description="HOST:PORT of the scheduler")
 
     worker_port: int = Field(0, ge=0, le=65535, description="port of the worker's gRPC service; 0: any free one")
@@ -62,6 +64,12 @@ class WorkerSettings(BaseSettings):
     )
     kv_cache_dtype: str = Field("auto", description="format of KV in memory; auto: the compute dtype")
     tensor_parallel_size: int = Field(1, ge=1, description="GPUs that share the model's layers")
+
+    @field_validator("log_level", mode="before")
+    @classmethod
+    def _lower_log_level(cls, value: object) -> object:
+        # QUIRE_LOG_LEVEL is every service's, and the others take INFO too.
+        return value.lower() if isinstance(value, str) else value
 
     @field_validator("block_size")
     @classmethod

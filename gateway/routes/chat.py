@@ -1,5 +1,7 @@
 """`POST /v1/chat/completions`."""
 
+from collections.abc import Sequence
+
 from fastapi import APIRouter, Request, Response
 
 from gateway.answering import Gateway, PromptSource, respond
@@ -24,7 +26,10 @@ def chat_router(gateway: Gateway) -> APIRouter:
             return [await of_chat(body.messages, body.add_generation_prompt, variables, gateway.limits)]
 
         reply_id = new_reply_id("chatcmpl")
-        shape = ChatShape(reply_id, gateway.model_name, gateway.prompts.tokenizer, body.include_usage)
-        return await respond(gateway, body, reply_id, PromptSource("messages", 1, tokenize), shape)
+
+        def make_shape(_prompts: Sequence[list[int]]) -> ChatShape:
+            return ChatShape(reply_id, gateway.model_name, gateway.prompts.tokenizer, body.include_usage)
+
+        return await respond(gateway, body, reply_id, PromptSource("messages", 1, tokenize), make_shape)
 
     return router

@@ -1,5 +1,7 @@
 """`POST /v1/completions`."""
 
+from collections.abc import Sequence
+
 from fastapi import APIRouter, Request, Response
 
 from gateway.answering import Gateway, PromptSource, respond
@@ -13,8 +15,8 @@ def completions_router(gateway: Gateway) -> APIRouter:
     """Return the route of completions."""
     router = APIRouter()
 
-    def text_of(prompt: Prompt) -> str:
-        return prompt if isinstance(prompt, str) else gateway.prompts.tokenizer.decode(prompt)
+    def text_of(prompt: Prompt, token_ids: list[int]) -> str:
+        return prompt if isinstance(prompt, str) else gateway.prompts.tokenizer.decode(token_ids)
 
     @router.post("/v1/completions", openapi_extra=described_by(CompletionRequest))
     async def create_completion(request: Request) -> Response:
@@ -26,9 +28,13 @@ def completions_router(gateway: Gateway) -> APIRouter:
             return [await of_completion(prompt, body.add_special_tokens, limits) for prompt in body.prompt]
 
         reply_id = new_reply_id("cmpl")
-        echoes = [text_of(prompt) for prompt in body.prompt for _ in range(body.n)] if body.echo else []
-        tokenizer = gateway.prompts.tokenizer
-        shape = CompletionShape(reply_id, gateway.model_name, tokenizer, body.include_usage, echoes)
-        return await respond(gateway, body, reply_id, PromptSource("prompt", len(body.prompt), tokenize), shape)
+
+        def make_shape(prompts: Sequence[list[int]]) -> CompletionShape:
+            texts = map(text_of, body.prompt, prompts) if body.echo else ()
+            echoes = [text for text in texts for _ in range(body.n)]
+            tokenizer = gateway.prompts.tokenizer
+            return CompletionShape(reply_id, gateway.model_name, tokenizer, body.include_usage, echoes)
+
+        return await respond(gateway, body, reply_id, PromptSource("prompt", len(body.prompt), tokenize), make_shape)
 
     return router

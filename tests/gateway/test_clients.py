@@ -123,6 +123,28 @@ async def test_draining_finishes_streams_and_refuses_new_requests(cell: Cell) ->
     assert await draining
 
 
+async def test_draining_waits_for_a_request_that_is_being_tokenized(
+    cell: Cell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, is_tokenizing, may_go_on = cell.gateway.prompts.tokenizer, asyncio.Event(), asyncio.Event()
+    encode = tokenizer.encode
+
+    async def encode_slowly(text: str, add_special_tokens: bool, param: str) -> list[int]:
+        is_tokenizing.set()
+        await may_go_on.wait()
+        return await encode(text, add_special_tokens, param)
+
+    monkeypatch.setattr(tokenizer, "encode", encode_slowly)
+    cell.answer("the quick")
+    running = asyncio.create_task(cell.complete())
+    await is_tokenizing.wait()
+    assert not await cell.gateway.admission.drain(0)
+    draining = asyncio.create_task(cell.gateway.admission.drain(60))
+    may_go_on.set()
+    assert (await running).status_code == 200
+    assert await draining
+
+
 async def test_draining_gives_up_when_its_time_is_over(cell: Cell) -> None:
     running = asyncio.create_task(cell.complete())
     await submitted(cell)

@@ -48,11 +48,14 @@ async def post(cell: Cell, path: str, content: bytes) -> tuple[int, dict[str, An
         ({"temperature": 2.5}, "temperature"),
         ({"temperature": -1}, "temperature"),
         ({"top_p": 0}, "top_p"),
+        ({"top_p": 9e-7}, "top_p"),
         ({"top_p": 1.1}, "top_p"),
         ({"top_k": -2}, "top_k"),
         ({"top_k": 1.5}, "top_k"),
         ({"min_p": 2}, "min_p"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": 1e-38}, "repetition_penalty"),
+        ({"repetition_penalty": 0.0099}, "repetition_penalty"),
         ({"presence_penalty": 3}, "presence_penalty"),
         ({"frequency_penalty": -3}, "frequency_penalty"),
         ({"n": 0}, "n"),
@@ -122,7 +125,11 @@ async def test_mistake_in_a_chat_completion_names_its_parameter(cell: Cell, fiel
         ({"prompt": [True]}, "prompt"),
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": [VOCAB_SIZE]}, "prompt"),
+        ({"prompt": [2**32]}, "prompt"),
         ({"prompt": [2**70]}, "prompt"),
+        ({"prompt": [-1], "echo": True}, "prompt"),
+        ({"prompt": [[5], [5, 2**32]], "echo": True}, "prompt"),
+        ({"prompt": [2**70], "echo": True}, "prompt"),
         ({"prompt": ["a"] * 129}, "prompt"),
         ({"prompt": [5] * MAX_MODEL_LEN}, "prompt"),
         ({"logprobs": True}, "logprobs"),
@@ -164,6 +171,16 @@ async def test_limits_are_named_with_both_numbers(model_folder: Path) -> None:
 async def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(cell: Cell) -> None:
     status, error = await post(cell, "/v1/completions", json.dumps({"prompt": "x" * 20_000_000}).encode())
     assert (status, error["param"], error["code"]) == (400, "prompt", "context_length_exceeded")
+
+
+async def test_length_of_a_prompt_of_ids_is_checked_before_the_ids(cell: Cell) -> None:
+    status, error = await post(cell, "/v1/completions", json.dumps({"prompt": [-1] * MAX_MODEL_LEN}).encode())
+    assert (status, error["param"], error["code"]) == (400, "prompt", "context_length_exceeded")
+
+
+async def test_least_penalty_and_top_p_are_accepted(cell: Cell) -> None:
+    cell.answer("ok")
+    assert (await cell.complete(repetition_penalty=0.01, top_p=1e-6)).status_code == 200
 
 
 async def test_request_that_encodes_too_large_is_refused(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:

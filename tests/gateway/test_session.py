@@ -148,6 +148,30 @@ async def test_deadline_ends_a_request_while_the_scheduler_is_away(model_folder:
         assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline_exceeded")
 
 
+async def test_tokens_of_an_unknown_request_are_answered_with_one_abort(cell: Cell) -> None:
+    session = cell.scheduler.session
+    session.run("over", 0, [], finish_reason=LENGTH)
+    for first_token_idx in range(3):
+        session.run("stray", first_token_idx, [5])
+    session.run("other", 0, [5])
+    await eventually(lambda: len(cell.scheduler.aborts) >= 2)
+    assert [(abort.request_id, abort.HasField("index")) for abort in cell.scheduler.aborts] == [
+        ("stray", False),
+        ("other", False),
+    ]
+
+
+async def test_tokens_after_an_abort_are_not_answered_with_another(cell: Cell) -> None:
+    leaving = asyncio.create_task(cell.complete())
+    submit = await submitted(cell)
+    leaving.cancel()
+    await eventually(lambda: len(cell.scheduler.aborts) == 1)
+    cell.scheduler.session.run(submit.request_id, 0, [5])
+    cell.scheduler.session.run("stray", 0, [5])
+    await eventually(lambda: len(cell.scheduler.aborts) >= 2)
+    assert [abort.request_id for abort in cell.scheduler.aborts] == [submit.request_id, "stray"]
+
+
 async def test_remaining_deadline_is_told(model_folder: Path) -> None:
     async with running_cell(model_folder, request_timeout_seconds=50) as cell:
         cell.answer("ok")

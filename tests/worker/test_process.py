@@ -115,6 +115,32 @@ async def test_sigterm_while_loading_is_an_orderly_end(saved: Saved) -> None:
         assert await process.wait() == 0
 
 
+HUNG_WORKER = """
+import sys, threading
+from types import SimpleNamespace
+from protos.common_pb2 import ModelInfo
+from worker_svc import __main__, assembly, fence
+
+fence.DEVICE_PATIENCE_S = 0.05
+runner = SimpleNamespace(forget_rows=threading.Event().wait)
+plan = SimpleNamespace(num_slabs=1, layout=SimpleNamespace(slab_bytes=1, slab_blocks=1))
+assembly.load_worker = lambda settings: assembly.LoadedWorker(runner, plan, ModelInfo(), 1, 1)
+sys.exit(__main__.main(["--num-threads", "1"]))
+"""
+
+
+async def test_hung_device_ends_the_process() -> None:
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", HUNG_WORKER, stderr=PIPE)
+    try:
+        await wait_for_line(process, "ERROR.*the device has not finished its work within 0.05 s")
+        async with asyncio.timeout(30):
+            assert await process.wait() == 1
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
 @pytest.mark.parametrize(
     ("model", "flags", "words"),
     [

@@ -27,8 +27,9 @@ from tests.worker.fakes import (
     seals,
     tokens_of,
 )
+from worker_svc import fence
 from worker_svc.batch import StepBatch
-from worker_svc.errors import DeviceFaultError, StartupError
+from worker_svc.errors import DeviceFaultError, DeviceHungError, StartupError
 from worker_svc.fence import StepFence
 from worker_svc.service import WorkerService, start_server
 
@@ -118,6 +119,25 @@ class TestWithGate:
     @pytest.fixture
     def compute(self) -> GatedCompute:
         return GatedCompute()
+
+    async def test_device_that_hangs_is_a_fault(
+        self, worker: Worker, compute: GatedCompute, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        lane_epoch = await worker.adopt()
+        stream = worker.steps()
+        await stream.write(pb.StepRequest(lane_epoch=lane_epoch, step_id=1, new_rows=[new_row(1, PROMPT, [0])]))
+        await compute.wait_until_entered()
+        monkeypatch.setattr(fence, "DEVICE_PATIENCE_S", 0.05)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await worker.manifest(lane_epoch)
+        assert caught.value.code() is grpc.StatusCode.INTERNAL
+        assert [type(fault) for fault in worker.faults] == [DeviceHungError]
+        # Told once, and not waited for again.
+        monkeypatch.setattr(fence, "DEVICE_PATIENCE_S", 1e9)
+        with pytest.raises(DeviceHungError):
+            await worker.fence.retire()
+        assert len(worker.faults) == 1
+        compute.gate.set()
 
     async def test_repeat_of_a_running_step_waits_for_it(self, worker: Worker, compute: GatedCompute) -> None:
         request = pb.StepRequest(

@@ -26,6 +26,7 @@ def test_flags_and_variables_have_the_same_names(monkeypatch: pytest.MonkeyPatch
         (["--tensor-parallel-size", "2"], "--tensor-parallel-size 2 GPUs a worker"),
         (["--block-size", "12"], "--block-size"),
         (["--gpu-memory-utilization", "1.5"], "--gpu-memory-utilization"),
+        (["--log-level", "foo"], "--log-level Input should be 'debug', 'info', 'warning' or 'error'"),
         (["--no-such-flag"], "no-such-flag"),
         (["--host", "0.0.0.0"], "set a cluster token"),
     ],
@@ -37,6 +38,11 @@ def test_mistake_is_one_line_that_names_the_flag(
     error = capsys.readouterr().err
     assert words in error
     assert error.count("\n") == 1
+
+
+def test_log_level_is_taken_in_capitals_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_LOG_LEVEL", "DEBUG")
+    assert read().log_level == "debug"
 
 
 def test_settings_cannot_change() -> None:
