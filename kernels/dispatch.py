@@ -79,6 +79,7 @@ class Backend(Protocol):
         Raises:
             UnsupportedFormatError: an entry's format has no kernel; `out` is then undefined.
             OutOfArenaError: an entry names a place outside the arena; `out` is then undefined.
+            InvalidBatchError: a row's lengths contradict each other, its table or the query; nothing is written.
             UnsupportedShapeError: the backend has no kernel for the layout, the head counts, a dtype or strides.
         """
 

@@ -17,5 +17,9 @@ class UnsupportedFormatError(KernelError):
     """A block-table entry carries a format code that the operation has no kernel for."""
 
 
+class InvalidBatchError(KernelError):
+    """A row's lengths contradict each other, its block table or the number of query tokens."""
+
+
 class OutOfArenaError(KernelError):
     """A block-table entry, or a slot, names a place outside the arena."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.cpu.attention import run_units
 from kernels.cpu.blocks import WRITE, check_entries, copy_entries, fill_write, write_chunks, zero_entries
-from kernels.cpu.places import BAD_FORMAT, FINE
+from kernels.cpu.places import BAD_FORMAT, BAD_ROW, FINE
 from kernels.cpu.plan import LAUNCH, UNIT_BYTES, plan_launch
 from kernels.cpu.rows import ACTIVATION_CODES
 from kernels.cpu.runtime import c_function, run_on_threads
@@ -23,7 +23,13 @@ from kernels.cpu.softmax import TILE_TOKENS
 from kernels.cpu.tiles import THREAD, decode_tile, lay_out, prefill_tile
 from kernels.cpu.vector import BFLOAT16, FLOAT16, FLOAT32, LANES
 from kernels.dispatch import AttentionBatch, AttentionParams
-from kernels.errors import KernelError, OutOfArenaError, UnsupportedFormatError, UnsupportedShapeError
+from kernels.errors import (
+    InvalidBatchError,
+    KernelError,
+    OutOfArenaError,
+    UnsupportedFormatError,
+    UnsupportedShapeError,
+)
 from kernels.formats import ENTRY_FORMAT_BITS, Format, KVLayout
 
 _CACHE_LINE_BYTES = 64
@@ -94,22 +100,22 @@ class CpuBackend:
         _check_integers(batch.cu_seqlens_q, torch.int32, num_rows + 1, "cu_seqlens_q")
         self._scratch.reserve(num_threads * attention.scratch_bytes)
         call = (
-            attention.address,
+            attention.address, query.shape[0],
             query.data_ptr(), query.stride(0) * query.element_size(), _activation_code(query, "query"),
             out.data_ptr(), out.stride(0) * out.element_size(), _activation_code(out, "out"),
             layer_arena.data_ptr(), layer_arena.numel(), table.data_ptr(), table.shape[1],
             batch.context_lens.data_ptr(), batch.cu_seqlens_q.data_ptr(), num_rows, num_threads, self._scratch.address,
         )  # fmt: skip
-        num_units = self._plan(*call)
+        num_units, num_threads = self._plan(*call)
         if num_units * UNIT_BYTES > self._units.num_bytes:
             self._units.reserve(num_units * UNIT_BYTES)
-            num_units = self._plan(*call)
-        run_on_threads(attention.body, attention.address, num_threads if num_units > 1 else 1)
+            self._plan(*call)
+        run_on_threads(attention.body, attention.address, num_threads)
         if attention.record["status"][0] != FINE:
-            raise _entry_error(int(attention.record["status"][0]), int(attention.record["bad_entry"][0]))
+            raise _launch_error(int(attention.record["status"][0]), int(attention.record["culprit"][0]))
 
-    def _plan(self, *call: int) -> int:
-        units, parts, plan = self._units, self._parts, cast(Callable[..., int], plan_launch)
+    def _plan(self, *call: int) -> tuple[int, int]:
+        units, parts, plan = self._units, self._parts, cast(Callable[..., tuple[int, int]], plan_launch)
         return plan(*call, units.address, units.num_bytes // UNIT_BYTES, parts.address, parts.num_bytes // 4)
 
     def copy_blocks(self, arena: Tensor, src_entries: Tensor, dst_entries: Tensor, layout: KVLayout) -> None:
@@ -241,12 +247,18 @@ def _checked_entries(arena: Tensor, entries: Tensor, layout: KVLayout) -> tuple[
     place = layout.slab_bytes, layout.block_bytes(Format.NATIVE), arena.shape[1] * arena.shape[2]
     status, bad_entry = check_entries(entries.data_ptr(), entries.shape[0], *place)
     if status != FINE:
-        raise _entry_error(status, bad_entry)
+        raise _launch_error(status, bad_entry)
     return place
 
 
-def _entry_error(status: int, entry: int) -> KernelError:
-    code = entry & ((1 << ENTRY_FORMAT_BITS) - 1)
+def _launch_error(status: int, culprit: int) -> KernelError:
+    """Return the error for a status and the entry or row that it is about."""
+    if status == BAD_ROW:
+        return InvalidBatchError(
+            f"row {culprit}: its query tokens are not within query, are more than its context, or the context is more"
+            " than its block table holds"
+        )
+    entry, code = culprit, culprit & ((1 << ENTRY_FORMAT_BITS) - 1)
     if status == BAD_FORMAT:
         return UnsupportedFormatError(
             f"block-table entry {entry} has format code {code}; only native (0) has a CPU kernel"

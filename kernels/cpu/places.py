@@ -3,7 +3,7 @@
 from kernels.cpu.runtime import inlined
 from kernels.formats import ENTRY_FORMAT_BITS, PLACES_PER_SLAB, Format
 
-FINE, BAD_FORMAT, OUT_OF_ARENA = 0, 1, 2  # how a launch went
+FINE, BAD_FORMAT, OUT_OF_ARENA, BAD_ROW = 0, 1, 2, 3  # how a launch went
 
 _FORMAT_MASK = (1 << ENTRY_FORMAT_BITS) - 1
 _NATIVE = int(Format.NATIVE)

@@ -14,6 +14,7 @@ from typing import cast
 
 import numpy as np
 
+from kernels.cpu.places import BAD_ROW
 from kernels.cpu.runtime import compiled, inlined
 from kernels.cpu.vector import load_int32, offset_of, record_at
 
@@ -27,12 +28,13 @@ _ADDRESSES = (
 _NUMBERS = (
     "query_stride", "out_stride",  # bytes from token to token
     "query_dtype", "out_dtype",  # kernels.cpu.rows.ACTIVATION_CODES
-    "num_rows", "table_width", "num_kv_heads", "group", "head_size", "block_size",
+    "num_tokens", "num_rows", "table_width", "num_kv_heads", "group", "head_size", "block_size",
     "arena_bytes", "slab_bytes", "block_bytes",
     "window",  # keys that a query sees, itself included; more than any context where there is no window
     "num_threads", "scratch_bytes",  # of one thread
     "unit_capacity", "part_floats",  # room at `units` and `parts`
-    "num_units", "used_part_floats", "next_unit", "next_thread", "bad_entry", "status",
+    "num_units", "used_part_floats", "next_unit", "next_thread",
+    "status", "culprit",  # kernels.cpu.places, and the entry or row that it is about
 )  # fmt: skip
 LAUNCH = np.dtype(
     [(name, np.int64) for name in (*_ADDRESSES, *_NUMBERS)] + [(name, np.float32) for name in ("query_scale", "cap")],
@@ -63,6 +65,7 @@ PENDING, UNIT_BYTES = offset_of(UNIT, "pending"), UNIT.itemsize
 # A decode becomes parts when it is more than 1/16 of what a thread has to do; parts go by head when they still are
 # more than 1/4 (their blocks are then read in strides). A prefill tile becomes parts from 1/2 on: its parts are large.
 _DECODE_SHARE, _HEAD_SHARE, _PREFILL_SHARE = 16, 4, 2
+_SERIAL_WORK = 1 << 19  # multiplications; below, waking other threads takes longer than they save
 _ZERO = cast(int, np.int64(0))  # not a literal, which would make variants of its own
 _DECODE_COST = 6  # a decode waits for memory: it costs as much as this many rows of a product
 
@@ -106,29 +109,48 @@ def _tile_cost(address: int, row: int, query_begin: int, query_count: int) -> in
 
 @compiled
 def plan_launch(
-    address: int, query: int, query_stride: int, query_dtype: int, out: int, out_stride: int, out_dtype: int,
+    address: int, num_tokens: int,
+    query: int, query_stride: int, query_dtype: int, out: int, out_stride: int, out_dtype: int,
     arena: int, arena_bytes: int, table: int, table_width: int, context_lens: int, cu_seqlens_q: int, num_rows: int,
     num_threads: int, scratch: int, units: int, unit_capacity: int, parts: int, part_floats: int,
-) -> int:  # fmt: skip
-    """Fill in the launch record at an address, write its units, and return how many they are.
+) -> tuple[int, int]:  # fmt: skip
+    """Fill in the launch record at an address, write its units; return how many they are, and for how many threads.
 
-    Where they are more than there is room for, nothing is to be run: the caller makes room and plans again. What all
+    Where units are more than there is room for, nothing is to be run: the caller makes room and plans again. What all
     launches of a model have in common is in the record already.
     """
     launch = launch_at(address)
-    launch.query, launch.query_stride, launch.query_dtype = query, query_stride, query_dtype
+    launch.num_tokens, launch.query, launch.query_stride = num_tokens, query, query_stride
+    launch.query_dtype = query_dtype
     launch.out, launch.out_stride, launch.out_dtype = out, out_stride, out_dtype
     launch.arena, launch.arena_bytes, launch.table, launch.table_width = arena, arena_bytes, table, table_width
     launch.context_lens, launch.cu_seqlens_q, launch.num_rows = context_lens, cu_seqlens_q, num_rows
     launch.num_threads, launch.next_unit, launch.next_thread, launch.status = num_threads, 0, 0, 0
     launch.scratch, launch.units, launch.unit_capacity = scratch, units, unit_capacity
     launch.parts, launch.part_floats = parts, part_floats
-    return _plan_units(address)
+    if _rows_are_sound(address):
+        _plan_units(address)
+    return launch.num_units, launch.num_threads
 
 
 @inlined
-def _plan_units(address: int) -> int:
-    """Write the units of all rows, prefill tiles first, and return how many there are."""
+def _rows_are_sound(address: int) -> bool:
+    """Return whether no row leads outside the tensors; if not, the launch has no units, and its status says why."""
+    launch = launch_at(address)
+    launch.num_units = 0
+    for row in range(launch.num_rows):
+        begin, context_len = load_int32(launch.cu_seqlens_q, row), load_int32(launch.context_lens, row)
+        query_len = query_len_of(address, row)
+        in_tokens = begin >= 0 and query_len >= 0 and begin + query_len <= launch.num_tokens
+        if not in_tokens or query_len > context_len or context_len > launch.table_width * launch.block_size:
+            launch.status, launch.culprit = BAD_ROW, row
+            return False
+    return True
+
+
+@inlined
+def _plan_units(address: int) -> None:
+    """Write the units of all rows, prefill tiles first."""
     launch = launch_at(address)
     total = _ZERO
     for row in range(launch.num_rows):
@@ -136,7 +158,9 @@ def _plan_units(address: int) -> int:
         tile = _tile_queries(address, query_len)
         for begin in range(0, query_len, tile):
             total += _tile_cost(address, row, begin, min(tile, query_len - begin))
-    launch.num_units, launch.used_part_floats = 0, 0
+    if total * launch.head_size < _SERIAL_WORK:
+        launch.num_threads = 1
+    launch.used_part_floats = 0
     for kind in range(2):
         decodes = kind == 1
         for row in range(launch.num_rows):
@@ -145,8 +169,6 @@ def _plan_units(address: int) -> int:
                 tile = _tile_queries(address, query_len)
                 for i in range((query_len + tile - 1) // tile - 1, -1, -1):  # the longest contexts first
                     _plan_tile(address, row, i * tile, min(tile, query_len - i * tile), decodes, total)
-    num_units: int = launch.num_units
-    return num_units
 
 
 @inlined
@@ -167,7 +189,7 @@ def _plan_tile(address: int, row: int, begin: int, count: int, is_decode: bool, 
         in_parts = cost // heads * _PREFILL_SHARE * launch.num_threads > total
     floats = heads_a_unit * count * launch.group * (launch.head_size + 2)
     needed = heads // heads_a_unit * num_splits * floats
-    if num_splits == 1 or launch.used_part_floats + needed > launch.part_floats:
+    if num_splits == 1 or launch.num_threads == 1 or launch.used_part_floats + needed > launch.part_floats:
         in_parts = False
     num_parts = num_splits if in_parts else 1
     for head in range(0, heads, heads_a_unit):

@@ -20,6 +20,7 @@ from kernels.cpu.vector import FLOAT32, ITEM_BYTES, LANES, declare, emit_fma, em
 # twice as wide.
 PANEL_ROWS = 12 if "avx512f" in HOST_FEATURES else 6
 BLOCK_ROWS = 6
+WIDE_ROWS = 3  # that may be 32 lanes wide: as many sums, in half the calls
 
 _INDEX = ir.IntType(64)
 
@@ -31,9 +32,9 @@ def rows_product(
 ) -> Any:  # fmt: skip
     """rows_product(rows, lanes, c, c_stride, a, a_stride, b, b_stride, depth, accumulate, ahead, tag): see above.
 
-    `rows` is a literal, or a number from 1 to BLOCK_ROWS; `lanes` is a literal. c, a, b are addresses, strides are
-    bytes from row to row; c and a are float32, b has the tag's dtype. Step k asks for the k-th `lanes` elements at the
-    address `ahead` to be brought near; None: for nothing.
+    `rows` is a literal, or a number from 1 to BLOCK_ROWS (WIDE_ROWS for 32 lanes); `lanes` is a literal. c, a, b are
+    addresses, strides are bytes from row to row; c and a are float32, b has the tag's dtype. Step k asks for the k-th
+    `lanes` elements at the address `ahead` to be brought near; None: for nothing.
     """
     literal = isinstance(rows, types.IntegerLiteral)
     kinds = [rows if literal else types.int64, lanes, *[types.int64] * 7, types.boolean, types.int64, tag]
@@ -42,7 +43,8 @@ def rows_product(
 
     def emit(context: Any, builder: Any, _sig: Any, args: Any) -> Any:
         operands = [*args[2:10], args[8] if ahead is types.none else args[10]]
-        for count in [rows.literal_value] if literal else range(1, BLOCK_ROWS + 1):
+        most = WIDE_ROWS if lanes.literal_value > LANES else BLOCK_ROWS
+        for count in [rows.literal_value] if literal else range(1, most + 1):
             function = _product_function(builder, count, lanes.literal_value, tag, ahead is not types.none)
             if literal:
                 builder.call(function, operands)
@@ -103,13 +105,15 @@ def block_product(
     rows: int, lanes: int, c: int, c_stride: int, a: int, a_stride: int, b: int, b_stride: int, depth: int,
     accumulate: bool, ahead: int, tag: Any,
 ) -> None:  # fmt: skip
-    """rows_product for any number of rows, over 8 or 16 lanes of a block."""
+    """rows_product for any number of rows, over 8 or 16 lanes of a block, or 32 for up to WIDE_ROWS rows."""
     first = 0
     while first < rows:
         # 7 and 8 rows go as 4 + 3 and 4 + 4: either half has sums enough to hide the latency of a multiply-add.
         count = min(rows - first, BLOCK_ROWS if rows - first <= BLOCK_ROWS or rows - first > 8 else 4)
         ci, ai = c + first * c_stride, a + first * a_stride
-        if lanes == LANES:
+        if lanes == 2 * LANES:
+            rows_product(count, 32, ci, c_stride, ai, a_stride, b, b_stride, depth, accumulate, ahead, tag)
+        elif lanes == LANES:
             rows_product(count, 16, ci, c_stride, ai, a_stride, b, b_stride, depth, accumulate, ahead, tag)
         else:
             rows_product(count, 8, ci, c_stride, ai, a_stride, b, b_stride, depth, accumulate, ahead, tag)

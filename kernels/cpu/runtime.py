@@ -112,7 +112,9 @@ def run_on_threads(body: int, argument: int, num_threads: int) -> None:
 @cache
 def _parallel_call() -> ParallelCall:
     """Return GOMP_parallel(body, argument, num_threads, flags) of torch's OpenMP runtime, or what does the same."""
-    for path in [None, *loaded_openmp_runtimes()]:
+    torch_folder = str(Path(torch.__file__).parent)
+    runtimes = sorted(loaded_openmp_runtimes(), key=lambda path: not path.startswith(torch_folder))
+    for path in [*runtimes, None]:
         call = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
         if call is not None:
             call.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]

@@ -92,10 +92,8 @@ def make_case(
     def noise(num_heads: int) -> Tensor:
         return torch.randn(tokens, num_heads, head_size, generator=random).to(dtype)
 
-    return Case(
-        layout, num_slabs, rows, table, torch.tensor(slots, dtype=torch.int64), noise(num_kv_heads), noise(num_kv_heads),
-        noise(num_kv_heads * group),
-    )  # fmt: skip
+    key, value, query = noise(num_kv_heads), noise(num_kv_heads), noise(num_kv_heads * group)
+    return Case(layout, num_slabs, rows, table, torch.tensor(slots, dtype=torch.int64), key, value, query)
 
 
 def plain_params(case: Case) -> AttentionParams:

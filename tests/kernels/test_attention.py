@@ -14,6 +14,7 @@ from kernels.cpu.blocks import check_entries, copy_entries, fill_write, zero_ent
 from kernels.cpu.plan import plan_launch
 from kernels.cpu.tiles import lay_out
 from kernels.dispatch import AttentionBatch, AttentionParams, Backend, backend_for
+from kernels.errors import InvalidBatchError
 from kernels.reference import ReferenceBackend, attend
 from tests.kernels.cases import OUT_TOLERANCE, Case, Row, attention, filled_arena, make_case, plain_params
 
@@ -144,6 +145,16 @@ def test_entries_before_the_window_are_not_read(cpu: Backend) -> None:
     case.block_table[0, : (600 - 100) // 16] = -1
     case.block_table[1, : (700 - 30 + 1 - 100) // 16] = -1
     assert torch.equal(attention(cpu, case, params, arena=arena), wanted)
+
+
+@pytest.mark.parametrize("rows", [[(40, 5), (40, 41)], [(40, 5), (81, 5)], [(40, 5), (50, 6)]])
+def test_row_that_leads_outside_is_refused(cpu: Backend, rows: list[Row]) -> None:
+    case = make_case([(40, 5), (50, 5)])  # its block table has room for 80 tokens a row
+    query = case.queries()
+    with pytest.raises(InvalidBatchError, match="row 1"):
+        cpu.paged_attention(
+            query, filled_arena(cpu, case), case.batch(rows), plain_params(case), case.layout, torch.empty_like(query)
+        )
 
 
 def test_more_units_than_there_was_room_for(cpu: Backend, reference: Backend) -> None:
