@@ -11,7 +11,8 @@ from statistics import mean
 from bench.compare import CompareSettings, run_comparison
 from bench.report import Finding, at_most, say, spread
 from protos.block_hash import root_hash
-from scheduler_svc.core.scheduler import Scheduler, SchedulerConfig
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.state import SchedulerConfig
 from scheduler_svc.core.types import (
     EndingRules,
     LaneId,

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 
 from protos import common_pb2
 from scheduler_svc.core.policy import SchedulingPolicy
-from scheduler_svc.core.scheduler import Scheduler, SchedulerConfig
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.state import SchedulerConfig
 from scheduler_svc.core.types import (
     FinishReason,
     LaneId,

@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 
 from protos.block_hash import root_hash
 from scheduler_svc.core.policy import SchedulingPolicy
-from scheduler_svc.core.scheduler import Scheduler, SchedulerConfig
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.state import SchedulerConfig
 from scheduler_svc.core.types import (
     Delivered,
     EndingRules,
+    Entry,
     FinishReason,
     LaneId,
     LaneSpec,
@@ -176,3 +178,15 @@ def make_cell(
     for i in range(num_lanes):
         cell.add_lane(f"w{i}", spec or make_spec())
     return cell
+
+
+def plan(cell: Cell, name: str = "w0") -> StepPlan:
+    """Plan a step where there is something to do."""
+    made = cell.plan(name)
+    assert made is not None
+    return made
+
+
+def entries(*block_ids: int) -> list[Entry]:
+    """Return the entries of native blocks."""
+    return [Entry(block_id * 8) for block_id in block_ids]

@@ -1,0 +1,78 @@
+"""How sequences end: by their own rules, by the client's wish, or because time or room ran out."""
+
+from scheduler_svc.core.sequence import Seq, SeqState
+from scheduler_svc.core.state import State
+from scheduler_svc.core.types import ErrorCode, FinishReason, RequestId, SchedulerError, TokenRun
+
+MAX_HOMELESS_MS = 60_000  # a worker as large as the one that was lost may come back
+
+
+def end(state: State, seq: Seq, reason: FinishReason, error: SchedulerError | None = None) -> TokenRun:
+    """End a sequence in whatever state it is; returns its terminal run."""
+    job = seq.job
+    if seq.state is SeqState.RUNNING and seq.lane_id in state.lanes:
+        state.lanes[seq.lane_id].remove(seq)
+    elif seq.state is SeqState.WAITING:
+        state.queue.remove(seq)
+    elif seq.state is SeqState.UNFORKED:
+        job.unforked.remove(seq)
+    if seq.worker_lane_id is not None and seq.worker_lane_id in state.lanes:
+        state.lanes[seq.worker_lane_id].forget_row(seq)
+    is_leader = seq.state is not SeqState.UNFORKED and not seq.num_output_tokens
+    seq.state = SeqState.FINISHED
+    if is_leader and job.unforked:
+        leader = job.unforked.pop(0)
+        leader.num_losses = max(0, seq.num_losses - 1)  # the prompt that it will compute may be the cause
+        state.wait(leader)
+    del state.seqs[seq.seq_id]
+    job.num_unfinished -= 1
+    if not job.num_unfinished:
+        state.jobs.pop(job.request.request_id, None)
+    return seq.ended_run(reason, error)
+
+
+def abort(state: State, request_id: RequestId, sequence_idx: int | None) -> list[TokenRun]:
+    """End a request's sequences, or one of them. Idempotent, in every state."""
+    job = state.jobs.get(request_id)
+    if job is None:
+        return []
+    seqs = [seq for seq in job.seqs if seq.state is not SeqState.FINISHED]
+    if sequence_idx is not None:
+        seqs = [seq for seq in seqs if seq.sequence_idx == sequence_idx]
+    # The unforked ones first: else ending the leader would make each of them the leader in turn.
+    seqs.sort(key=lambda seq: seq.state is not SeqState.UNFORKED)
+    return [end(state, seq, FinishReason.ABORT) for seq in seqs]
+
+
+def expire(state: State, now_ms: int) -> list[TokenRun]:
+    """End the requests whose deadline has passed, and those that no lane has been able to hold for a minute."""
+    return _end_late(state, now_ms) + _end_homeless(state, now_ms)
+
+
+def _end_late(state: State, now_ms: int) -> list[TokenRun]:
+    late = [j for j in state.jobs.values() if j.request.deadline_ms is not None and j.request.deadline_ms <= now_ms]
+    error = SchedulerError(ErrorCode.DEADLINE_EXCEEDED, "the request's deadline passed before it was done")
+    return [
+        end(state, seq, FinishReason.ERROR, error)
+        for job in late
+        for seq in job.seqs
+        if seq.state is not SeqState.FINISHED
+    ]
+
+
+def _end_homeless(state: State, now_ms: int) -> list[TokenRun]:
+    runs = []
+    for seq in state.queue:
+        if not state.lanes or state.some_lane_holds(len(seq.token_ids)):
+            seq.homeless_since_ms = None
+        elif seq.homeless_since_ms is None:
+            seq.homeless_since_ms = now_ms
+        elif now_ms - seq.homeless_since_ms >= MAX_HOMELESS_MS:
+            runs.append(end_outgrown(state, seq))
+    return runs
+
+
+def end_outgrown(state: State, seq: Seq) -> TokenRun:
+    """End a sequence that has become too long for every lane."""
+    message = f"the KV cache is too small for a sequence of more than {len(seq.token_ids) - 1} tokens"
+    return end(state, seq, FinishReason.ERROR, SchedulerError(ErrorCode.RESOURCE_EXHAUSTED, message))

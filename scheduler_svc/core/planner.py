@@ -1,0 +1,168 @@
+"""How a lane's next step is put together: running rows first, then waiting sequences, all in one token budget.
+
+decoding rows      one token each; where blocks are short, the newest row is preempted
+prefilling rows    the next chunk of their prompt; its blocks were reserved when they were admitted
+waiting sequences  while rows, tokens and blocks are left, and nobody was preempted for this step
+"""
+
+from scheduler_svc.core.block_pool import Block
+from scheduler_svc.core.ends import end_outgrown
+from scheduler_svc.core.kv_manager import Growth
+from scheduler_svc.core.lane import Draft, Lane
+from scheduler_svc.core.policy import (
+    SchedulingPolicy,
+    forget_passes,
+    keeps_lane,
+    newest,
+    pass_over,
+    watermark_blocks,
+)
+from scheduler_svc.core.router import has_better_lane
+from scheduler_svc.core.sequence import Seq, SeqState
+from scheduler_svc.core.state import State
+from scheduler_svc.core.types import TokenRun
+
+MAX_UNFITTING = 8  # waiting sequences that a plan looks past for one that fits
+
+
+class StepPlanner:
+    """Plans one step of one lane. It changes lane, sequences and queue as it goes: call `plan` once."""
+
+    def __init__(self, state: State, lane: Lane, now_ms: int) -> None:
+        self.draft = Draft(lane.max_num_batched_tokens)
+        self.runs: list[TokenRun] = []  # ends of sequences for which there was no room even alone
+        self._state = state
+        self._lane = lane
+        self._now_ms = now_ms
+
+    def plan(self) -> None:
+        """Fill `draft`."""
+        if self._state.config.policy is SchedulingPolicy.CONTINUOUS:
+            self._plan_decodes()
+            self._plan_prefills()
+        else:
+            self._plan_static()
+
+    def _plan_static(self) -> None:
+        """Fill a batch, nobody decoding; when nobody joins any more, decode until the last row has ended."""
+        lane = self._lane
+        lane.is_batch_open = lane.is_batch_open or lane.num_rows == 0
+        if lane.is_batch_open:
+            self._plan_prefills()
+            lane.is_batch_open = bool(self.draft.rows)
+        if not lane.is_batch_open:
+            self._plan_decodes()
+
+    def _plan_decodes(self) -> None:
+        """Schedule one token for every decoding row that is not known to end."""
+        draft = self.draft
+        for seq in draft.add_settled_decodes(self._lane.decoding.values()):
+            if seq.num_computed_tokens + 1 >= seq.total_limit_tokens or seq.seq_id in draft.preempted:
+                continue
+            growth = self._grow(seq)
+            if growth is not None:
+                draft.add_row(seq, 1, growth)
+                seq.num_in_flight_tokens += 1
+
+    def _grow(self, seq: Seq) -> Growth | None:
+        """Get `seq` room for one more token, preempting the newest rows if need be; None: it sits this step out."""
+        kv = self._lane.kv
+        while (growth := kv.grow(seq, 1)) is None:
+            if kv.pool.num_quarantined >= kv.num_missing_blocks(seq, 1):
+                return None
+            if not self._state.some_lane_holds(seq.num_computed_tokens + 1):
+                if not seq.num_in_flight_tokens:  # else that token may be its last
+                    self.runs.append(end_outgrown(self._state, seq))
+                return None
+            victim = newest(self._lane.rows())
+            if victim is seq and seq.num_in_flight_tokens:
+                return None  # likewise
+            self._preempt(victim)
+            if victim is seq:
+                return None
+        return growth
+
+    def _preempt(self, victim: Seq) -> None:
+        """Send a row back to the queue; it keeps its tokens and replays them. Its part in the draft is undone."""
+        lane = self._lane
+        self._state.counters.preemptions += 1
+        self.draft.preempted.add(victim.seq_id)
+        lane.kv.pool.release(self.draft.remove_row(victim), lane.quarantine_end())
+        lane.remove(victim)
+        self._state.wait(victim)
+
+    def _plan_prefills(self) -> None:
+        """Spend what is left of the budget on rows whose prompt is half computed, then on new ones."""
+        for seq in sorted(self._lane.prefilling.values(), key=lambda seq: seq.rank):
+            if self.draft.budget_tokens:
+                self._plan_chunk(seq)
+        if not self.draft.preempted:
+            self._admit()
+
+    def _plan_chunk(self, seq: Seq) -> None:
+        """Schedule the next chunk of a row's known tokens; its blocks were reserved. The last chunk samples."""
+        lane = self._lane
+        num_tokens = min(len(seq.token_ids) - seq.num_computed_tokens, self.draft.budget_tokens)
+        growth = lane.kv.grow(seq, num_tokens)
+        assert growth is not None, "a reservation was not kept"
+        self.draft.add_row(seq, num_tokens, growth)
+        self._state.counters.prompt_tokens += num_tokens
+        if seq.num_computed_tokens == len(seq.token_ids):
+            seq.num_in_flight_tokens = 1
+            del lane.prefilling[seq.seq_id]
+            lane.decoding[seq.seq_id] = seq
+            self._fork_unforked(seq)
+
+    def _fork_unforked(self, parent: Seq) -> None:
+        """Let the sequences that waited for the parent's prompt share it; they are planned from the next step on.
+
+        Where rows are short they queue like everybody else, and find the prompt in the cache.
+        """
+        lane, job = self._lane, parent.job
+        for child in job.unforked:
+            if lane.num_rows < lane.max_num_seqs:
+                lane.kv.fork(parent, child)
+                child.state, child.lane_id = SeqState.RUNNING, lane.lane_id
+                lane.decoding[child.seq_id] = child
+            else:
+                self._state.wait(child)
+        job.unforked = []
+
+    def _admit(self) -> None:
+        """Bind waiting sequences to the lane while it has rows, tokens and blocks for them."""
+        lane, state = self._lane, self._state
+        unfitting: list[Seq] = []
+        for seq in state.queue:
+            if lane.num_rows >= lane.max_num_seqs or not self.draft.budget_tokens or len(unfitting) >= MAX_UNFITTING:
+                break
+            if not lane.kv.can_hold(len(seq.token_ids)):
+                continue  # another lane can, or one that will come
+            hits = lane.kv.cached_prefix(seq)
+            if lane.kv.awaits_prefix(seq, len(hits)):
+                continue
+            if not lane.kv.can_admit(seq, hits, watermark_blocks(lane, seq)):
+                if keeps_lane(seq, lane.lane_id, self._now_ms):
+                    break
+                unfitting.append(seq)
+                continue
+            if len(state.lanes) > 1 and has_better_lane(seq, lane, len(hits), state.lanes.values(), state.index):
+                continue
+            self._bind(seq, hits)
+            for passed in unfitting:
+                pass_over(passed, self._now_ms)
+
+    def _bind(self, seq: Seq, hits: list[Block]) -> None:
+        """Make a waiting sequence a row of the lane and schedule its first chunk."""
+        lane, state = self._lane, self._state
+        state.queue.remove(seq)
+        forget_passes(seq)
+        if seq.worker_lane_id is not None and seq.worker_lane_id != lane.lane_id:
+            state.lanes[seq.worker_lane_id].forget_row(seq)
+        seq.state, seq.lane_id = SeqState.RUNNING, lane.lane_id
+        lane.kv.admit(seq, hits)
+        lane.prefilling[seq.seq_id] = seq
+        if seq.job.num_cached_tokens is None:
+            seq.job.num_cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
+            state.counters.prefix_cache_queries += seq.num_prompt_tokens
+            state.counters.prefix_cache_hits += seq.job.num_cached_tokens
+        self._plan_chunk(seq)

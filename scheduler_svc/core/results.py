@@ -1,0 +1,61 @@
+"""What a step's result changes: blocks are sealed, tokens appended, sequences ended or, after a failure, begun anew."""
+
+from scheduler_svc.core.ends import end
+from scheduler_svc.core.lane import Lane, PlannedStep
+from scheduler_svc.core.losses import fail_row, fail_step
+from scheduler_svc.core.publication import publish_sealed
+from scheduler_svc.core.state import State
+from scheduler_svc.core.types import SampledRow, StepResult, StepStatus, TokenRun
+
+
+def apply_result(state: State, lane: Lane, result: StepResult) -> list[TokenRun]:
+    """Take the result of the lane's oldest step in flight. What belongs to an older seq_epoch is ignored."""
+    step = lane.in_flight.popleft()
+    assert step.step_id == result.step_id, f"step {result.step_id} answered, step {step.step_id} expected"
+    runs = []
+    if result.status is StepStatus.OK:
+        for failed in result.failed_rows:
+            runs += fail_row(state, lane, failed)
+        _seal(state, lane, step)
+        new_runs = [run for sampled in result.sampled if (run := _take_tokens(state, sampled)) is not None]
+        state.counters.output_tokens += sum([len(run.token_ids) for run in new_runs])
+        runs += new_runs
+    elif result.status is StepStatus.FAILED:
+        runs = fail_step(state, lane, step, result.error)
+    lane.kv.pool.end_quarantine(step.step_id)
+    publish_sealed(state, lane)
+    return runs
+
+
+def _seal(state: State, lane: Lane, step: PlannedStep) -> None:
+    """Seal the blocks that a step filled. Before the step's tokens are taken: all tokens it wrote are known."""
+    if not state.config.enable_prefix_caching:
+        return
+    block_size = lane.kv.block_size
+    for seq, seq_epoch, _, _, num_computed_tokens in step.rows:
+        if num_computed_tokens >= (seq.num_sealed_blocks + 1) * block_size and seq_epoch == seq.seq_epoch:
+            lane.kv.commit(seq, num_computed_tokens)
+
+
+def _take_tokens(state: State, sampled: SampledRow) -> TokenRun | None:
+    """Append sampled tokens to their sequence, up to the one that ends it."""
+    seq_id, seq_epoch, token_ids, logprobs = sampled
+    seq = state.seqs.get(seq_id)
+    if seq is None or seq.seq_epoch != seq_epoch:
+        return None
+    first_token_idx = len(seq.token_ids) - seq.num_prompt_tokens
+    reason = None
+    for num_taken, token_id in enumerate(token_ids, 1):
+        seq.token_ids.append(token_id)
+        reason = seq.finish_reason()
+        if reason is not None:
+            token_ids, logprobs = token_ids[:num_taken], logprobs[:num_taken]
+            break
+    seq.num_in_flight_tokens -= 1
+    seq.num_losses = 0
+    if logprobs:
+        seq.logprobs += logprobs
+    run = seq.run(first_token_idx, token_ids, logprobs)
+    if reason is None:
+        return run
+    return run._replace(finish_reason=reason, usage=end(state, seq, reason).usage)

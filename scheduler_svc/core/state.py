@@ -1,0 +1,85 @@
+"""What the core knows: lanes, requests, their sequences, the queue. Its other modules read and change this.
+
+A sequence is in `seqs` until it ends, and besides in one place only: the queue, a lane's rows, or its job's unforked.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+
+from scheduler_svc.core.lane import Lane
+from scheduler_svc.core.policy import SchedulingPolicy, WaitingQueue
+from scheduler_svc.core.sequence import Job, Seq, SeqState
+from scheduler_svc.core.types import Counters, LaneId, PrefixIndex, RequestId, SeqId
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of the cell; a lane's own limits count where they are smaller."""
+
+    max_num_seqs: int = 128  # rows of a lane
+    max_num_batched_tokens: int | None = None  # tokens a step; None: what the worker offers
+    max_queued_seqs: int = 4096
+    enable_prefix_caching: bool = True
+    policy: SchedulingPolicy = SchedulingPolicy.CONTINUOUS
+
+
+@dataclass(slots=True, eq=False)
+class State:
+    """Every request, sequence and lane of a cell."""
+
+    config: SchedulerConfig
+    index: PrefixIndex
+    counters: Counters = field(default_factory=Counters)
+    lanes: dict[LaneId, Lane] = field(default_factory=dict)
+    jobs: dict[RequestId, Job] = field(default_factory=dict)
+    seqs: dict[SeqId, Seq] = field(default_factory=dict)
+    queue: WaitingQueue = field(default_factory=WaitingQueue)
+    arrivals: Iterator[int] = field(default_factory=lambda: count(1))
+    seq_ids: Iterator[int] = field(default_factory=lambda: count(1))
+    # The largest of any lane that was ever here: without a lane requests wait for one like it.
+    max_model_len: int | None = None
+    max_seq_tokens: int | None = None  # that a pool can hold
+
+    @property
+    def num_running_seqs(self) -> int:
+        """Sequences that are rows of a lane."""
+        return sum(lane.num_rows for lane in self.lanes.values())
+
+    @property
+    def num_waiting_seqs(self) -> int:
+        """Sequences in the queue, and those that wait for their request's leader."""
+        return len(self.seqs) - self.num_running_seqs
+
+    def some_lane_holds(self, num_tokens: int) -> bool:
+        """Return whether a lane's whole pool is enough for a sequence of `num_tokens`."""
+        return any(lane.kv.can_hold(num_tokens) for lane in self.lanes.values())
+
+    def wait(self, seq: Seq) -> None:
+        """Put a sequence that is nowhere else in the queue."""
+        seq.state = SeqState.WAITING
+        self.queue.add(seq)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when any two parts of the state disagree. O(everything), for tests."""
+        queued = set(self.queue)
+        running = {seq for lane in self.lanes.values() for seq in lane.rows()}
+        unforked = {seq for job in self.jobs.values() for seq in job.unforked}
+        assert {s for s in self.seqs.values() if s.state is SeqState.WAITING} == queued
+        assert {s for s in self.seqs.values() if s.state is SeqState.RUNNING} == running
+        assert {s for s in self.seqs.values() if s.state is SeqState.UNFORKED} == unforked
+        for job in self.jobs.values():
+            live = [seq for seq in job.seqs if seq.state is not SeqState.FINISHED]
+            assert 0 < len(live) == job.num_unfinished
+            assert not job.unforked or any(not s.num_output_tokens for s in live if s not in unforked), "no leader"
+        for seq in self.seqs.values():
+            assert (seq.lane_id is not None) == (seq.state is SeqState.RUNNING)
+            assert seq.state is SeqState.RUNNING or not (seq.table or seq.num_computed_tokens)
+        for lane in self.lanes.values():
+            lane.kv.check_integrity(lane.rows())
+            assert lane.num_rows <= lane.max_num_seqs
+            for seq in lane.decoding.values():
+                assert seq.num_computed_tokens in (
+                    len(seq.token_ids) + seq.num_in_flight_tokens - 1,
+                    len(seq.token_ids) - 1,
+                )

@@ -1,0 +1,46 @@
+"""Samples of one request share the KV of its prompt."""
+
+from scheduler_svc.core.types import Entry, FinishReason
+from tests.scheduler.core.helpers import entries, make_cell, make_request, make_spec, plan
+
+
+def test_samples_share_the_prompt_and_copy_its_tail() -> None:
+    cell = make_cell()
+    cell.submit(make_request("a", range(10), n=3, max_tokens=6))
+    assert len(plan(cell).new_rows) == 1
+    second = plan(cell)
+    assert [row.entries for row in second.new_rows] == [entries(0, 1, 4), entries(0, 1, 5)]
+    assert [row.num_computed_tokens for row in second.new_rows] == [9, 9]
+    # The parent writes to the shared tail as well, so it gets a copy too.
+    assert [(patch.block_idx, patch.entry) for patch in second.patches] == [(2, Entry(3 * 8))]
+    assert sorted(second.ops.copy) == [(Entry(16), Entry(24)), (Entry(16), Entry(32)), (Entry(16), Entry(40))]
+    cell.run_to_end()
+    cell.check_texts()
+
+
+def test_samples_do_not_share_a_block_of_which_they_use_nothing() -> None:
+    cell = make_cell()
+    cell.submit(make_request("a", range(9), n=2, max_tokens=6))
+    plan(cell)
+    second = plan(cell)
+    assert second.new_rows[0].entries == entries(0, 1, 3)
+    assert second.ops.copy == []
+    cell.run_to_end()
+    cell.check_texts()
+
+
+def test_samples_beyond_the_rows_queue() -> None:
+    cell = make_cell(make_spec(max_num_seqs=2))
+    cell.submit(make_request("a", range(10), n=5, max_tokens=6))
+    cell.run_to_end()
+    cell.check_texts()
+
+
+def test_the_leader_may_be_aborted_before_the_others_forked() -> None:
+    cell = make_cell(make_spec(budget=4))
+    cell.submit(make_request("a", range(10), n=3, max_tokens=6))
+    plan(cell)
+    cell.abort("a", 0)
+    cell.run_to_end()
+    cell.check_texts()
+    assert cell.end("a", 1).finish_reason is FinishReason.LENGTH

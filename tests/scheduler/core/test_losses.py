@@ -1,0 +1,55 @@
+"""Lanes, steps and rows are lost; sequences start over, but not for ever."""
+
+from scheduler_svc.core.types import ErrorCode, FinishReason
+from tests.scheduler.core.helpers import make_cell, make_request, make_spec, plan
+
+
+def test_a_lost_lane_gives_its_sequences_to_another() -> None:
+    cell = make_cell()
+    cell.submit(make_request("a", range(10), n=2, max_tokens=12))
+    for _ in range(4):
+        cell.plan()
+        cell.apply()
+    cell.plan()
+    cell.drop_lane("w0")
+    assert cell.scheduler.num_waiting_seqs == 2
+    cell.add_lane("w1", make_spec())
+    cell.run_to_end()
+    cell.check_texts()
+
+
+def test_the_third_loss_in_a_row_ends_a_sequence() -> None:
+    cell = make_cell()
+    cell.submit(make_request("poison", range(4)))
+    for number in range(1, 4):
+        cell.plan(f"w{number - 1}")
+        cell.drop_lane(f"w{number - 1}")
+        cell.add_lane(f"w{number}", make_spec())
+    error = cell.end("poison").error
+    assert error is not None
+    assert error.code is ErrorCode.INTERNAL
+
+
+def test_a_failed_step_starts_its_rows_over() -> None:
+    cell = make_cell()
+    cell.submit(make_request("a", range(10), max_tokens=8))
+    cell.plan()
+    cell.plan()
+    cell.apply()
+    cell.apply(fails=True)
+    again = plan(cell)
+    assert again.restart
+    assert again.new_rows[0].token_ids == (*range(10), *cell.output("a"))
+    cell.run_to_end()
+    cell.check_texts()
+
+
+def test_the_next_leader_inherits_the_losses_of_the_prompt() -> None:
+    cell = make_cell()
+    cell.submit(make_request("poison", range(4), n=3, max_tokens=1))
+    for number in range(1, 6):
+        cell.plan(f"w{number - 1}")
+        cell.drop_lane(f"w{number - 1}")
+        cell.add_lane(f"w{number}", make_spec())
+    ends = [cell.end("poison", index).finish_reason for index in range(3)]
+    assert ends == [FinishReason.ERROR] * 3

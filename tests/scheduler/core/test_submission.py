@@ -1,0 +1,93 @@
+"""Requests come in: refused, attached again, or gone on with from what was delivered."""
+
+import pytest
+
+from scheduler_svc.core.types import (
+    Delivered,
+    ErrorCode,
+    FinishReason,
+    LaneId,
+    SampledRow,
+    SchedulerError,
+    SeqId,
+    StepId,
+    StepResult,
+)
+from tests.scheduler.core.helpers import expected_of, make_cell, make_request, make_spec, plan
+
+
+@pytest.mark.parametrize(("num_tokens", "words"), [(0, "empty"), (256, "256"), (1000, "1000")])
+def test_a_prompt_that_can_never_be_served_is_refused(num_tokens: int, words: str) -> None:
+    cell = make_cell(make_spec(num_blocks=64, max_model_len=1000))
+    with pytest.raises(SchedulerError, match=words) as caught:
+        cell.submit(make_request("a", range(num_tokens)))
+    assert caught.value.param == "prompt"
+
+
+def test_a_full_queue_refuses() -> None:
+    cell = make_cell(max_queued_seqs=2)
+    cell.submit(make_request("a", range(4), n=2))
+    with pytest.raises(SchedulerError) as caught:
+        cell.submit(make_request("b", range(4)))
+    assert caught.value.code is ErrorCode.RESOURCE_EXHAUSTED
+
+
+def test_requests_wait_for_the_first_worker_and_learn_its_limits() -> None:
+    cell = make_cell(num_lanes=0)
+    cell.submit(make_request("fits", range(10)))
+    cell.submit(make_request("too-long", range(500)))
+    cell.add_lane("w0", make_spec(max_model_len=100))
+    error = cell.end("too-long").error
+    assert error is not None
+    assert error.param == "prompt"
+    cell.run_to_end()
+    assert len(cell.output("fits")) == 8
+
+
+def test_a_known_request_replays_what_was_not_delivered() -> None:
+    cell = make_cell()
+    cell.submit(make_request("a", range(4), max_tokens=8))
+    for _ in range(4):
+        cell.plan()
+        cell.apply()
+    runs = cell.scheduler.submit(make_request("a", range(4), delivered={0: Delivered((1, 2))}))
+    assert [(run.first_token_idx, list(run.token_ids)) for run in runs] == [(2, cell.output("a")[2:])]
+
+
+def test_a_known_request_replays_the_end_of_a_sequence() -> None:
+    cell = make_cell()
+    text = expected_of(make_request("a", range(4), max_tokens=20, n=2))
+    cell.submit(make_request("a", range(4), max_tokens=20, n=2, stops=text[1:2]))
+    while cell.clients["a", 0].end is None:  # type: ignore[index]
+        cell.plan()
+        cell.apply()
+    delivered = {0: Delivered(text[:1]), 1: Delivered(cell.output("a", 1))}
+    runs = cell.scheduler.submit(make_request("a", range(4), n=2, delivered=delivered))
+    assert [(run.sequence_idx, list(run.token_ids)) for run in runs] == [(0, text[1:2])]
+    assert (runs[0].finish_reason, runs[0].usage) == (FinishReason.STOP, cell.end("a").usage)
+
+
+def test_an_unknown_request_goes_on_from_what_was_delivered() -> None:
+    cell = make_cell()
+    text = expected_of(make_request("a", range(6), max_tokens=8))
+    cell.submit(make_request("a", range(6), max_tokens=8, delivered={0: Delivered(text[:5])}))
+    cell.run_to_end()
+    assert cell.output("a") == text
+
+
+def test_logprobs_of_a_request_that_was_submitted_again_stay_with_their_tokens() -> None:
+    cell = make_cell()
+    text = expected_of(make_request("a", range(6), max_tokens=8))
+    cell.submit(make_request("a", range(6), max_tokens=8, delivered={0: Delivered(text[:3])}))
+    plan(cell)
+    row = SampledRow(SeqId(1), 0, text[3:4], ["logprob of the fourth"])
+    cell.scheduler.apply(LaneId("w0"), StepResult(StepId(1), sampled=[row]))
+    runs = cell.scheduler.submit(make_request("a", range(6), delivered={0: Delivered(text[:3])}))
+    assert [(run.first_token_idx, run.token_ids, run.logprobs) for run in runs] == [(3, text[3:4], row.logprobs)]
+
+
+def test_a_request_whose_end_was_not_delivered_ends_at_once() -> None:
+    cell = make_cell()
+    text = expected_of(make_request("a", range(6), max_tokens=8))
+    cell.submit(make_request("a", range(6), max_tokens=8, delivered={0: Delivered(text)}))
+    assert cell.end("a").finish_reason is FinishReason.LENGTH
