@@ -121,6 +121,11 @@ class Cell:
         result = self.workers[lane_id].run(self.in_flight[lane_id].popleft(), fails=fails)
         self.take(self.scheduler.apply(lane_id, result))
 
+    def expire(self, elapsed_ms: int = 0) -> None:
+        """Let time pass, and have what it ends end."""
+        self.now_ms += elapsed_ms
+        self.take(self.scheduler.expire(self.now_ms))
+
     def run_to_end(self, max_steps: int = 3000) -> None:
         """Keep two steps in flight on every lane until nothing is left to do."""
         for _ in range(max_steps):

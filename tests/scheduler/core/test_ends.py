@@ -19,9 +19,9 @@ def test_abort_is_idempotent_in_every_state() -> None:
 def test_a_deadline_ends_a_request() -> None:
     cell = make_cell()
     cell.submit(make_request("a", range(4), deadline_ms=50))
-    cell.take(cell.scheduler.expire(49))
+    cell.expire(49)
     plan(cell)
-    cell.take(cell.scheduler.expire(50))
+    cell.expire(1)
     error = cell.end("a").error
     assert error is not None
     assert error.code is ErrorCode.DEADLINE_EXCEEDED
@@ -36,13 +36,12 @@ def test_a_sequence_too_long_for_the_lane_that_is_left_blocks_nobody_and_ends_in
     cell.drop_lane("large")
     cell.add_lane("small", make_spec(num_blocks=10))
     cell.submit(make_request("short", range(100, 108), max_tokens=4))
-    cell.take(cell.scheduler.expire(cell.now_ms))
+    cell.expire()
     cell.now_ms += MAX_HOMELESS_MS - 1
     while not cell.clients["short", 0].end:  # type: ignore[index]
         cell.plan("small")
         cell.apply("small")
-    cell.take(cell.scheduler.expire(cell.now_ms))
+    cell.expire()
     assert cell.clients["long", 0].end is None  # type: ignore[index]
-    cell.now_ms += 1
-    cell.take(cell.scheduler.expire(cell.now_ms))
+    cell.expire(1)
     assert cell.end("long").finish_reason is FinishReason.ERROR

@@ -6,6 +6,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from scheduler_svc.core.ends import MAX_HOMELESS_MS
 from scheduler_svc.core.policy import SchedulingPolicy
 from scheduler_svc.core.types import Delivered, SchedulerError
 from tests.scheduler.core.helpers import Cell, expected_of, make_cell, make_request, make_spec
@@ -101,7 +102,7 @@ class CellMachine(RuleBasedStateMachine):
 
     @rule(elapsed_ms=st.integers(1, 3000))
     def time_passes(self, elapsed_ms: int) -> None:
-        self.cell.now_ms += elapsed_ms
+        self.cell.expire(elapsed_ms)
 
     @precondition(lambda self: self.cell.workers)
     @rule(choice=st.integers(0, 7))
@@ -119,6 +120,9 @@ class CellMachine(RuleBasedStateMachine):
             return
         if not self.cell.workers:
             self.lane_comes()
+        # What was delivered may make a request too long for every lane: it waits a minute. All else ends by itself.
+        self.cell.expire()
+        self.cell.expire(MAX_HOMELESS_MS)
         self.cell.run_to_end()
         self.cell.check_texts()
         assert all(client.end is not None for client in self.cell.clients.values())
