@@ -29,7 +29,8 @@ def _cache_folder() -> Path:
     for source in sorted(Path(__file__).parent.glob("*.py")):
         key.update(source.read_bytes())
     versions = (platform.python_version(), llvm.llvm_version_info, torch.__version__)
-    key.update(repr((versions, platform.machine(), llvm.get_host_cpu_name(), HOST_FEATURES)).encode())
+    features = sorted(HOST_FEATURES)  # a set's own order is another one in every process
+    key.update(repr((versions, platform.machine(), llvm.get_host_cpu_name(), features)).encode())
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return root / "quire" / "numba" / key.hexdigest()[:16]
 

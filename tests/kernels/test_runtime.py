@@ -57,6 +57,19 @@ def test_compiled_code_is_cached_under_a_key(tmp_path: Path) -> None:
     assert folder.is_dir()
 
 
+def test_second_process_compiles_nothing(tmp_path: Path) -> None:
+    code = """
+from kernels.cpu.blocks import check_entries
+check_entries(0, 0, 1, 1, 1)
+print(sum(check_entries.stats.cache_hits.values()), sum(check_entries.stats.cache_misses.values()))
+"""
+    # Sets and dicts of strings have another order under another hash seed, which every process draws for itself.
+    hits_and_misses = [
+        run_python(code, XDG_CACHE_HOME=str(tmp_path), NUMBA_CACHE_DIR="", PYTHONHASHSEED=seed) for seed in ("1", "2")
+    ]
+    assert hits_and_misses == ["0 1", "1 0"]
+
+
 def test_cache_folder_that_cannot_be_made_is_replaced(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.touch()
