@@ -5,31 +5,16 @@ import logging
 import sys
 
 import uvloop
-from pydantic import ValidationError
-from pydantic_settings import CliApp, SettingsError
 
 from gateway.answering import Gateway
 from gateway.errors import StartupError
 from gateway.server import listen, serve
 from gateway.settings import GatewaySettings
-
-
-def read_settings(arguments: list[str]) -> GatewaySettings:
-    """Return the settings of flags and environment. Raises StartupError."""
-    try:
-        return CliApp.run(GatewaySettings, cli_args=arguments)
-    except ValidationError as error:
-        first = error.errors()[0]
-        flag = "--" + "-".join(str(part) for part in first["loc"]).replace("_", "-")
-        raise StartupError(f"{flag}: {first['msg']}") from error
-    except SettingsError as error:
-        raise StartupError(str(error)) from error
+from protos.settings import SettingsMistakeError, read_settings
 
 
 def start_logging(level: str) -> None:
-    """Send log lines to standard error. Raises StartupError for an unknown level."""
-    if level.upper() not in logging.getLevelNamesMapping():
-        raise StartupError(f"--log-level {level}: not one of debug, info, warning, error")
+    """Send log lines to standard error."""
     logging.basicConfig(
         level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
@@ -40,11 +25,11 @@ def start_logging(level: str) -> None:
 def main() -> int:
     """Run the gateway; return the exit code."""
     try:
-        settings = read_settings(sys.argv[1:])
+        settings = read_settings(GatewaySettings, sys.argv[1:])
         start_logging(settings.log_level)
         gateway = Gateway.load(settings)
         listener = listen(settings.host, settings.port)
-    except StartupError as error:
+    except (SettingsMistakeError, StartupError) as error:
         print(f"gateway: {error}", file=sys.stderr)
         return 1
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -1,22 +1,15 @@
 """The gateway's settings: flags, or `QUIRE_*` variables with the same names. Imports nothing heavy."""
 
 from pydantic import Field
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
+
+from protos.settings import ServiceSettings
 
 
-class GatewaySettings(BaseSettings):
+class GatewaySettings(ServiceSettings):
     """Where the gateway listens, whose scheduler it uses, and how it treats its clients."""
 
-    model_config = SettingsConfigDict(
-        env_prefix="QUIRE_",
-        frozen=True,
-        cli_prog_name="python -m gateway",
-        cli_kebab_case=True,
-        cli_implicit_flags=True,
-        cli_avoid_json=True,
-        cli_hide_none_type=True,
-        cli_exit_on_error=False,
-    )
+    model_config = SettingsConfigDict(cli_prog_name="python -m gateway")
 
     model: str = Field(
         "bundled",

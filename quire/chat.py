@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from quire.settings import FlagError, read_flags
+from protos.settings import SettingsMistakeError, read_settings
 
 Messages = list[dict[str, str]]
 
@@ -126,8 +126,8 @@ def chat(settings: ChatSettings) -> None:
 def main(argv: Sequence[str]) -> int:
     """Chat; return the exit code."""
     try:
-        chat(read_flags(ChatSettings, argv))
-    except FlagError as error:
+        chat(read_settings(ChatSettings, argv))
+    except SettingsMistakeError as error:
         print(f"quire chat: {error} (quire chat --help shows every flag)", file=sys.stderr)
         return 2
     except ChatError as error:

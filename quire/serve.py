@@ -18,7 +18,8 @@ from pathlib import Path
 
 from gateway.settings import GatewaySettings
 from protos.channel import is_loopback
-from quire.settings import FlagError, ServeSettings, child_environ, read_flags
+from protos.settings import SettingsMistakeError, read_settings
+from quire.settings import ServeSettings, child_environ
 from quire.supervisor import Service, ServiceDiedError, Supervisor
 from scheduler_svc.settings import SchedulerSettings
 from worker_svc.settings import WorkerSettings
@@ -235,8 +236,8 @@ async def serve(settings: ServeSettings) -> int:
 def main(argv: Sequence[str]) -> int:
     """Serve until stopped; return the exit code."""
     try:
-        settings = read_flags(ServeSettings, argv)
-    except FlagError as error:
+        settings = read_settings(ServeSettings, argv)
+    except SettingsMistakeError as error:
         announce(f"{error} (quire serve --help shows every flag)")
         return 2
     if not is_loopback(settings.host):

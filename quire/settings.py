@@ -6,35 +6,24 @@ as a variable instead: `--block-size 16` is `QUIRE_BLOCK_SIZE=16`.
 
 import json
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from pydantic import Field, ValidationError
-from pydantic_settings import BaseSettings, CliApp, CliSuppress, SettingsConfigDict, SettingsError
+from pydantic import Field
+from pydantic_settings import BaseSettings, CliSuppress, SettingsConfigDict
 
 from gateway.settings import GatewaySettings
+from protos.settings import ENV_PREFIX
 from scheduler_svc.settings import SchedulerSettings
 from worker_svc.settings import WorkerSettings
 
-ENV_PREFIX = "QUIRE_"
-Settings = TypeVar("Settings", bound=BaseSettings)
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 class ServeSettings(GatewaySettings, SchedulerSettings, WorkerSettings):
     """Settings of a whole cell on this machine, and of the supervisor that runs it."""
 
-    model_config = SettingsConfigDict(
-        env_prefix=ENV_PREFIX,
-        frozen=True,
-        extra="forbid",
-        cli_prog_name="quire serve",
-        cli_kebab_case=True,
-        cli_implicit_flags=True,
-        cli_avoid_json=True,
-        cli_hide_none_type=True,
-        cli_exit_on_error=False,
-    )
+    model_config = SettingsConfigDict(cli_prog_name="quire serve")
 
     log_level: LogLevel = Field("warning", description="least severe log lines that are shown")
     cluster_token: str = Field(
@@ -52,22 +41,6 @@ class ServeSettings(GatewaySettings, SchedulerSettings, WorkerSettings):
     scheduler: CliSuppress[str] = ""
     worker_port: CliSuppress[int] = 0
     worker_address: CliSuppress[str] = ""
-
-
-class FlagError(Exception):
-    """A flag or variable is wrong; the message is one line that names it."""
-
-
-def read_flags(settings: type[Settings], argv: Sequence[str]) -> Settings:
-    """Return settings from flags, and variables where they have a prefix. Raises FlagError."""
-    try:
-        return CliApp.run(settings, cli_args=list(argv))
-    except ValidationError as error:
-        first = error.errors()[0]
-        flag = f"--{'-'.join(str(part) for part in first['loc']).replace('_', '-')}: " if first["loc"] else ""
-        raise FlagError(f"{flag}{first['msg'].removeprefix('Value error, ')}") from None
-    except SettingsError as error:
-        raise FlagError(" ".join(str(error).split())) from None
 
 
 def child_environ(settings: ServeSettings, service: type[BaseSettings], **overrides: Any) -> dict[str, str]:

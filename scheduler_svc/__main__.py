@@ -8,10 +8,8 @@ import sys
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from pydantic import ValidationError
-from pydantic_settings import CliApp, SettingsError
-
 from protos.channel import MissingTokenError
+from protos.settings import SettingsMistakeError, read_settings
 from scheduler_svc.registry import AllLanesFencedError
 from scheduler_svc.server import CannotListenError, SchedulerServer
 from scheduler_svc.settings import SchedulerSettings
@@ -22,7 +20,7 @@ logger = logging.getLogger("scheduler_svc")
 def main(args: Sequence[str] | None = None) -> int:
     """Run until SIGTERM or SIGINT; returns the exit code. A second signal cuts the drain short."""
     try:
-        settings = CliApp.run(SchedulerSettings, cli_args=list(sys.argv[1:] if args is None else args))
+        settings = read_settings(SchedulerSettings, sys.argv[1:] if args is None else args)
         logging.basicConfig(
             stream=sys.stderr,
             level=settings.log_level.upper(),
@@ -30,12 +28,9 @@ def main(args: Sequence[str] | None = None) -> int:
         )
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             return runner.run(_serve(settings))
-    except ValidationError as error:
-        mistake = error.errors()[0]
-        flag = "--" + str(mistake["loc"][0]).replace("_", "-") if mistake["loc"] else "settings"
-        return _fail(f"{flag}: {mistake['msg'].removeprefix('Value error, ')}")
-    except (SettingsError, MissingTokenError, CannotListenError) as error:
-        return _fail(str(error))
+    except (SettingsMistakeError, MissingTokenError, CannotListenError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
 
 
 async def _serve(settings: SchedulerSettings) -> int:
@@ -83,11 +78,6 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     except ImportError:
         return None
     return uvloop.new_event_loop
-
-
-def _fail(message: str) -> int:
-    print("error: " + " ".join(message.split()), file=sys.stderr)
-    return 1
 
 
 if __name__ == "__main__":

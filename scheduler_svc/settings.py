@@ -2,23 +2,16 @@
 
 from typing import Literal
 
-from pydantic import Field, field_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from protos.settings import ServiceSettings
 
 
-class SchedulerSettings(BaseSettings):
+class SchedulerSettings(ServiceSettings):
     """Where the scheduler listens, and what it lets a cell take on."""
 
-    model_config = SettingsConfigDict(
-        env_prefix="QUIRE_",
-        frozen=True,
-        cli_prog_name="python -m scheduler_svc",
-        cli_kebab_case=True,
-        cli_implicit_flags=True,
-        cli_avoid_json=True,
-        cli_hide_none_type=True,
-        cli_exit_on_error=False,
-    )
+    model_config = SettingsConfigDict(cli_prog_name="python -m scheduler_svc")
 
     host: str = Field(default="127.0.0.1", description="interface to listen on")
     cluster_token: str = Field(
@@ -55,10 +48,3 @@ class SchedulerSettings(BaseSettings):
         ge=0,
         description="seconds that running requests get to finish after SIGTERM; what is left then is ended",
     )
-
-    @field_validator("log_level")
-    @classmethod
-    def _check_log_level(cls, value: str) -> str:
-        if value.lower() not in ("debug", "info", "warning", "error"):
-            raise ValueError(f"{value} is none of debug, info, warning, error")
-        return value

@@ -23,11 +23,24 @@ ALLOWED = {
     "gateway": {"gateway", "protos"},
     "scheduler_svc": {"scheduler_svc", "protos"},
     "worker_svc": {"worker_svc", "protos", "kernels"},
-    "quire": {"quire", "protos.channel", "gateway.settings", "scheduler_svc.settings", "worker_svc.settings"},
+    "quire": {
+        "quire",
+        "protos.channel",
+        "protos.settings",
+        "gateway.settings",
+        "scheduler_svc.settings",
+        "worker_svc.settings",
+    },
 }
 TORCH_FREE = ("gateway", "scheduler_svc", "protos", "quire")
 # Files that are read before anything heavy may be: settings, and what takes a package's name.
-LIGHT_FILES = ("gateway/settings.py", "scheduler_svc/settings.py", "worker_svc/settings.py", "kernels/__init__.py")
+LIGHT_FILES = (
+    "protos/settings.py",
+    "gateway/settings.py",
+    "scheduler_svc/settings.py",
+    "worker_svc/settings.py",
+    "kernels/__init__.py",
+)
 LIGHT_THIRD_PARTY = frozenset({"pydantic", "pydantic_settings", "protos"})
 
 

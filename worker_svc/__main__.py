@@ -10,10 +10,8 @@ import signal
 import sys
 from types import FrameType
 
-from pydantic import ValidationError
-from pydantic_settings import CliApp, SettingsError
-
 from protos.channel import MissingTokenError, require_token_beyond_loopback
+from protos.settings import SettingsMistakeError, read_settings
 from worker_svc.settings import WorkerSettings
 from worker_svc.threads import prepare_environment, set_num_threads
 
@@ -23,15 +21,10 @@ logger = logging.getLogger("worker_svc")
 def main(arguments: list[str]) -> int:
     """Run a worker; return the exit code."""
     try:
-        settings = CliApp.run(WorkerSettings, cli_args=arguments)
+        settings = read_settings(WorkerSettings, arguments)
         require_token_beyond_loopback(settings.host, settings.cluster_token)
-    except ValidationError as error:
-        first = error.errors()[0]
-        flag = "".join(f"--{str(name).replace('_', '-')} " for name in first["loc"])
-        print(f"error: {flag}{first['msg'].removeprefix('Value error, ')}", file=sys.stderr)
-        return 1
-    except (SettingsError, MissingTokenError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    except (SettingsMistakeError, MissingTokenError) as error:
+        print(f"error: {error}", file=sys.stderr)
         return 1
     logging.basicConfig(
         stream=sys.stderr,

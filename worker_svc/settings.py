@@ -3,24 +3,17 @@
 from typing import Literal
 
 from pydantic import ByteSize, Field, field_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
+
+from protos.settings import ServiceSettings
 
 BLOCK_SIZES = (8, 16, 32)  # what the kernels are compiled for
 
 
-class WorkerSettings(BaseSettings):
+class WorkerSettings(ServiceSettings):
     """How a worker computes, what it keeps in memory, where it listens and whom it serves."""
 
-    model_config = SettingsConfigDict(
-        env_prefix="QUIRE_",
-        frozen=True,
-        cli_prog_name="python -m worker_svc",
-        cli_kebab_case=True,
-        cli_implicit_flags=True,
-        cli_avoid_json=True,
-        cli_hide_none_type=True,
-        cli_exit_on_error=False,
-    )
+    model_config = SettingsConfigDict(cli_prog_name="python -m worker_svc")
 
     model: str = Field(
         "bundled",
@@ -64,12 +57,6 @@ class WorkerSettings(BaseSettings):
     )
     kv_cache_dtype: str = Field("auto", description="format of KV in memory; auto: the compute dtype")
     tensor_parallel_size: int = Field(1, ge=1, description="GPUs that share the model's layers")
-
-    @field_validator("log_level", mode="before")
-    @classmethod
-    def _lower_log_level(cls, value: object) -> object:
-        # QUIRE_LOG_LEVEL is every service's, and the others take INFO too.
-        return value.lower() if isinstance(value, str) else value
 
     @field_validator("block_size")
     @classmethod

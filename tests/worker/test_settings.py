@@ -22,11 +22,11 @@ def test_flags_and_variables_have_the_same_names(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--kv-cache-dtype", "int8"], "--kv-cache-dtype int8 is not a KV format of this version"),
-        (["--tensor-parallel-size", "2"], "--tensor-parallel-size 2 GPUs a worker"),
+        (["--kv-cache-dtype", "int8"], "--kv-cache-dtype: int8 is not a KV format of this version"),
+        (["--tensor-parallel-size", "2"], "--tensor-parallel-size: 2 GPUs a worker"),
         (["--block-size", "12"], "--block-size"),
         (["--gpu-memory-utilization", "1.5"], "--gpu-memory-utilization"),
-        (["--log-level", "foo"], "--log-level Input should be 'debug', 'info', 'warning' or 'error'"),
+        (["--log-level", "foo"], "--log-level: foo is none of debug, info, warning, error"),
         (["--no-such-flag"], "no-such-flag"),
         (["--host", "0.0.0.0"], "set a cluster token"),
     ],

@@ -1,0 +1,50 @@
+"""How every service reads its settings: flags, or `QUIRE_*` variables with the same names. Imports nothing heavy."""
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from pydantic import ValidationError, field_validator
+from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict, SettingsError
+
+ENV_PREFIX = "QUIRE_"
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+Settings = TypeVar("Settings", bound=BaseSettings)
+
+
+class SettingsMistakeError(Exception):
+    """A flag or variable is wrong; the message is one line that names it."""
+
+
+class ServiceSettings(BaseSettings):
+    """The frozen settings of one process. A subclass adds fields, among them `log_level`, and its `cli_prog_name`."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX,
+        frozen=True,
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_avoid_json=True,
+        cli_hide_none_type=True,
+        cli_exit_on_error=False,
+    )
+
+    @field_validator("log_level", mode="before", check_fields=False)
+    @classmethod
+    def _check_log_level(cls, value: object) -> str:
+        level = str(value).lower()
+        if level not in LOG_LEVELS:
+            raise ValueError(f"{value} is none of {', '.join(LOG_LEVELS)}")
+        return level
+
+
+def read_settings(settings: type[Settings], arguments: Sequence[str]) -> Settings:
+    """Return settings from flags, and from variables where the class has a prefix. Raises SettingsMistakeError."""
+    try:
+        return CliApp.run(settings, cli_args=list(arguments))
+    except ValidationError as error:
+        first = error.errors()[0]
+        flag = f"--{'-'.join(str(part) for part in first['loc']).replace('_', '-')}: " if first["loc"] else ""
+        raise SettingsMistakeError(f"{flag}{first['msg'].removeprefix('Value error, ')}") from None
+    except SettingsError as error:
+        raise SettingsMistakeError(" ".join(str(error).split())) from None
