@@ -1,12 +1,15 @@
-"""What both ends of a gRPC channel must agree on: protocol version, message size, and the cluster token.
+"""What both ends of a gRPC channel must agree on: protocol version, message size, the cluster token, errors.
 
 Every call between services carries the cluster token as metadata. A server that knows a token refuses calls without it;
 a server without one may only listen on loopback (`require_token_beyond_loopback`).
+
+A method that raises StatusError ends its call with that error's status: services derive their errors from it.
 """
 
 import hmac
+import inspect
 import ipaddress
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
@@ -23,6 +26,8 @@ CHANNEL_OPTIONS: Sequence[tuple[str, Any]] = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
+# Without the last a second server could listen on the same port, and each would get some of the calls.
+SERVER_OPTIONS: Sequence[tuple[str, Any]] = (*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0))
 
 
 def token_metadata(token: str) -> tuple[tuple[str, str], ...]:
@@ -79,3 +84,46 @@ _HANDLER_MAKERS: dict[tuple[bool, bool], Any] = {
     (True, False): grpc.stream_unary_rpc_method_handler,
     (True, True): grpc.stream_stream_rpc_method_handler,
 }
+
+
+class StatusError(Exception):
+    """Ends the call in which it is raised, with its class's status; the message tells the peer why."""
+
+    status = grpc.StatusCode.INTERNAL
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Ends a call that raises StatusError with the error's status and message."""
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        """Return the method's handler, its behaviour wrapped."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        streaming = (handler.request_streaming, handler.response_streaming)
+        kind = "_".join("stream" if is_stream else "unary" for is_stream in streaming)
+        behaviour = getattr(handler, kind)
+        # A method that answers with a stream either yields messages or writes them through its context.
+        guard = _guarded_generator if inspect.isasyncgenfunction(behaviour) else _guarded
+        return handler._replace(**{kind: guard(behaviour)})
+
+
+def _guarded(behaviour: Any) -> Any:
+    async def guarded(request: Any, context: Any) -> Any:
+        try:
+            return await behaviour(request, context)
+        except StatusError as error:
+            return await context.abort(error.status, str(error))
+
+    return guarded
+
+
+def _guarded_generator(behaviour: Any) -> Any:
+    async def guarded(request: Any, context: Any) -> AsyncIterator[Any]:
+        try:
+            async for answer in behaviour(request, context):
+                yield answer
+        except StatusError as error:
+            await context.abort(error.status, str(error))
+
+    return guarded

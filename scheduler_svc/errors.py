@@ -1,20 +1,16 @@
-"""What the shell refuses a peer with, and the one interceptor that turns it into a gRPC status.
+"""What the shell refuses a peer with, and the gRPC status that it becomes.
 
 A request that cannot be served is no such error: it ends with a terminal run in its session
 (core.types.SchedulerError).
 """
 
-from collections.abc import Awaitable, Callable
-from typing import Any
-
 import grpc
-import grpc.aio
+
+from protos.channel import StatusError
 
 
-class ServiceError(Exception):
+class ServiceError(StatusError):
     """A call is refused or ended; the message tells the peer why."""
-
-    status = grpc.StatusCode.INTERNAL
 
 
 class RegistrationRefusedError(ServiceError):
@@ -45,28 +41,3 @@ class ShuttingDownError(ServiceError):
     """A session is ended because the scheduler stops."""
 
     status = grpc.StatusCode.UNAVAILABLE
-
-
-class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Ends a call that raises ServiceError with the error's status and message."""
-
-    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
-        """Return the method's handler with unary and stream-to-stream behaviour wrapped; no other kind raises."""
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return handler
-        if handler.request_streaming and handler.response_streaming:
-            return handler._replace(stream_stream=_mapped(handler.stream_stream))
-        if not handler.request_streaming and not handler.response_streaming:
-            return handler._replace(unary_unary=_mapped(handler.unary_unary))
-        return handler
-
-
-def _mapped(behaviour: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
-    async def mapped(request: Any, context: Any) -> Any:
-        try:
-            return await behaviour(request, context)
-        except ServiceError as error:
-            return await context.abort(error.status, str(error))
-
-    return mapped

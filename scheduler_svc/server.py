@@ -7,11 +7,11 @@ import socket
 import grpc.aio
 
 from protos import scheduler_pb2
-from protos.channel import CHANNEL_OPTIONS, TokenInterceptor, require_token_beyond_loopback
+from protos.channel import SERVER_OPTIONS, ErrorInterceptor, TokenInterceptor, require_token_beyond_loopback
 from protos.scheduler_pb2_grpc import add_SchedulerServicer_to_server
 from scheduler_svc.cell import Cell
 from scheduler_svc.core.types import ErrorCode, SchedulerError
-from scheduler_svc.errors import ErrorInterceptor, ShuttingDownError
+from scheduler_svc.errors import ShuttingDownError
 from scheduler_svc.index.memory import MemoryIndex
 from scheduler_svc.ownership import Ownership
 from scheduler_svc.registry import Registry
@@ -23,8 +23,6 @@ from scheduler_svc.timing import Clock, Timing, monotonic_ms
 
 logger = logging.getLogger(__name__)
 
-# Without this two schedulers would share a port in silence.
-_SERVER_OPTIONS = (*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0))
 _STOP_GRACE_SECONDS = 0.5
 
 
@@ -47,7 +45,7 @@ class SchedulerServer:
         self.registry = Registry(self.cell, self._timing, clock, on_model=self.hub.submit_held)
         self._service = SchedulerService(self.cell, self.hub, self.registry, self.figures, self._timing, clock)
         self._server = grpc.aio.server(
-            interceptors=[TokenInterceptor(settings.cluster_token), ErrorInterceptor()], options=_SERVER_OPTIONS
+            interceptors=[TokenInterceptor(settings.cluster_token), ErrorInterceptor()], options=SERVER_OPTIONS
         )
         self._ticker: asyncio.Task[None] | None = None
         self._drained = asyncio.Event()

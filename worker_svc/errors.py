@@ -1,4 +1,4 @@
-"""The worker's exceptions, and the interceptor that maps them to gRPC statuses.
+"""The worker's exceptions.
 
 WorkerError
 ├── StartupError            the process cannot start; the message is one line for the person who started it
@@ -11,17 +11,13 @@ WorkerError
     └── DeviceHungError     its thread does not come back, and nothing may wait for it
 """
 
-from collections.abc import AsyncIterator
-from typing import Any
-
 import grpc
-import grpc.aio
+
+from protos.channel import StatusError
 
 
-class WorkerError(Exception):
+class WorkerError(StatusError):
     """Something that the worker refuses or cannot do."""
-
-    status = grpc.StatusCode.INTERNAL
 
 
 class StartupError(WorkerError):
@@ -66,39 +62,3 @@ class DeviceFaultError(WorkerError):
 
 class DeviceHungError(DeviceFaultError):
     """A job does not end. Its thread cannot be stopped, so the process ends without waiting for it."""
-
-
-class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Ends a call that raised a WorkerError with the error's status and message."""
-
-    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
-        """Return the method's handler, wrapped. The worker's methods answer with one message or with a stream."""
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
-        if handler.stream_stream:
-            return handler._replace(stream_stream=_guarded_stream(handler.stream_stream))
-        if handler.unary_stream:
-            return handler._replace(unary_stream=_guarded_stream(handler.unary_stream))
-        return handler._replace(unary_unary=_guarded(handler.unary_unary))
-
-
-def _guarded(method: Any) -> Any:
-    async def call(request: Any, context: Any) -> Any:
-        try:
-            return await method(request, context)
-        except WorkerError as error:
-            return await context.abort(error.status, str(error))
-
-    return call
-
-
-def _guarded_stream(method: Any) -> Any:
-    async def call(request: Any, context: Any) -> AsyncIterator[Any]:
-        try:
-            async for answer in method(request, context):
-                yield answer
-        except WorkerError as error:
-            await context.abort(error.status, str(error))
-
-    return call

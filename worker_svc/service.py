@@ -7,13 +7,10 @@ from typing import Any
 import grpc.aio
 
 from protos import worker_pb2 as pb
-from protos.channel import CHANNEL_OPTIONS, TokenInterceptor
+from protos.channel import SERVER_OPTIONS, ErrorInterceptor, TokenInterceptor
 from protos.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
-from worker_svc.errors import ErrorInterceptor, StartupError, WorkerError, WrongInstanceError
+from worker_svc.errors import StartupError, WorkerError, WrongInstanceError
 from worker_svc.fence import StepFence
-
-# Without it a second server could listen on the same port, and each would get some of the calls.
-_SERVER_OPTIONS = (*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0))
 
 _Answers = asyncio.Queue["asyncio.Future[pb.StepResult] | None"]
 
@@ -63,9 +60,7 @@ class WorkerService(WorkerServicer):
 
 async def start_server(service: WorkerService, host: str, port: int, cluster_token: str) -> tuple[grpc.aio.Server, int]:
     """Start serving; return the server and its port. Raises StartupError when the port cannot be had."""
-    server = grpc.aio.server(
-        interceptors=(TokenInterceptor(cluster_token), ErrorInterceptor()), options=_SERVER_OPTIONS
-    )
+    server = grpc.aio.server(interceptors=(TokenInterceptor(cluster_token), ErrorInterceptor()), options=SERVER_OPTIONS)
     add_WorkerServicer_to_server(service, server)
     shown_host = f"[{host}]" if ":" in host else host
     try:
