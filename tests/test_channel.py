@@ -23,7 +23,7 @@ async def refuse_while_streaming(_request: Any, _context: Any) -> AsyncIterator[
     raise TeapotError("no coffee")
 
 
-HANDLERS = {
+HANDLERS: dict[str, Any] = {
     "unary": grpc.unary_unary_rpc_method_handler(refuse),
     "stream of requests": grpc.stream_unary_rpc_method_handler(refuse),
     "generator": grpc.unary_stream_rpc_method_handler(refuse_while_streaming),
