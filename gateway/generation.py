@@ -73,6 +73,7 @@ class Generation:
         self.request_id: str = submit.request_id
         self.deadline_s = deadline_s
         self.has_started = False  # a sequence has had a token, or has ended
+        self._was_submitted = False
         self._submit = submit
         self._inbox = inbox
         self._sequences = [_SequenceState() for _ in range(submit.n)]
@@ -108,6 +109,10 @@ class Generation:
         state.ended_here = True
         return not state.finish_reason
 
+    def lose_session(self) -> None:
+        """Note that a session in which the scheduler was heard is over: it has let the request in, or was about to."""
+        self._was_submitted = True
+
     def lose_scheduler(self, now_s: float) -> None:
         """Give sequences that ended here their terminal event: the scheduler that owed it is gone."""
         for index, state in enumerate(self._sequences):
@@ -124,6 +129,7 @@ class Generation:
         """Return the message that submits the request, or attaches to it again from what was delivered."""
         message = scheduler_pb2.ClientMessage(submit=self._submit)
         submit = message.submit
+        submit.is_resubmit = self._was_submitted
         if self.deadline_s is not None:
             submit.remaining_deadline_ms = max(0, int(1000 * (self.deadline_s - now_s)))
         for index, state in enumerate(self._sequences):

@@ -148,7 +148,7 @@ class SchedulerSession:
                 self._link = self._stub = None
                 self._is_announced = False
                 self._aborted_ids.clear()
-                self._lose_scheduler()
+                self._lose_scheduler(link.was_heard)
             return link.was_heard, reason
 
     def _greet(self, link: Link) -> None:
@@ -195,9 +195,11 @@ class SchedulerSession:
         if generation.is_over:
             self._generations.pop(generation.request_id, None)
 
-    def _lose_scheduler(self) -> None:
+    def _lose_scheduler(self, was_heard: bool) -> None:
         now_s = _now_s()
         for generation in list(self._generations.values()):
+            if was_heard:
+                generation.lose_session()
             generation.lose_scheduler(now_s)
             self._drop_if_over(generation)
 

@@ -97,6 +97,7 @@ class Submit(_message.Message):
     DELIVERED_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     SKIP_CACHE_READ_FIELD_NUMBER: _builtins.int
+    IS_RESUBMIT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     n: _builtins.int
     """sequences, at least 1; index 0 .. n - 1"""
@@ -109,6 +110,10 @@ class Submit(_message.Message):
     """prefixes are shared only under the same salt"""
     skip_cache_read: _builtins.bool
     """compute every prompt token (prompt logprobs need it)"""
+    is_resubmit: _builtins.bool
+    """It was submitted in an earlier session: where it is not known any more it goes past the queue's bound, and before
+    all that is new.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """the prompt"""
@@ -132,10 +137,11 @@ class Submit(_message.Message):
         delivered: _abc.Iterable[Global___Delivered] | None = ...,
         cache_salt: _builtins.str = ...,
         skip_cache_read: _builtins.bool = ...,
+        is_resubmit: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_remaining_deadline_ms", b"_remaining_deadline_ms", "remaining_deadline_ms", b"remaining_deadline_ms", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_remaining_deadline_ms", b"_remaining_deadline_ms", "cache_salt", b"cache_salt", "delivered", b"delivered", "n", b"n", "priority", b"priority", "remaining_deadline_ms", b"remaining_deadline_ms", "request_id", b"request_id", "sampling", b"sampling", "skip_cache_read", b"skip_cache_read", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_remaining_deadline_ms", b"_remaining_deadline_ms", "cache_salt", b"cache_salt", "delivered", b"delivered", "is_resubmit", b"is_resubmit", "n", b"n", "priority", b"priority", "remaining_deadline_ms", b"remaining_deadline_ms", "request_id", b"request_id", "sampling", b"sampling", "skip_cache_read", b"skip_cache_read", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__remaining_deadline_ms: _TypeAlias = _typing.Literal["remaining_deadline_ms"]  # noqa: Y015
     _WhichOneofArgType__remaining_deadline_ms: _TypeAlias = _typing.Literal["_remaining_deadline_ms", b"_remaining_deadline_ms"]  # noqa: Y015

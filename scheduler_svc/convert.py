@@ -70,6 +70,7 @@ def request_from_wire(
         priority=submit.priority,
         deadline_ms=now_ms + submit.remaining_deadline_ms if has_deadline else None,
         skip_cache_read=submit.skip_cache_read,
+        is_resubmit=submit.is_resubmit,
         delivered={
             delivered.index: types.Delivered(
                 token_ids=list(delivered.token_ids),

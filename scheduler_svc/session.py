@@ -175,11 +175,12 @@ class SessionHub:
         if known is not None and known.gateway is not gateway:
             self._refuse(owned, ErrorCode.INVALID_ARGUMENT, "another gateway has a request of this id", "request_id")
             return
-        # Tokens delivered mark a stream that was running, though a scheduler that has just started cannot know it.
-        if self.is_draining and known is None and not submit.delivered:
+        # What was let in before stays in, though a scheduler that has just started cannot know it.
+        is_new = known is None and not submit.is_resubmit
+        if self.is_draining and is_new:
             self._refuse(owned, ErrorCode.UNAVAILABLE, "the server is shutting down")
             return
-        if known is None and not submit.delivered and submit.n > (bound := self._cell.settings.max_queued_requests):
+        if is_new and submit.n > (bound := self._cell.settings.max_queued_requests):
             # Not the queue's "try again later": there will never be room.
             message = f"n is {submit.n}, but at most {bound} sequences may wait for a worker"
             self._refuse(owned, ErrorCode.INVALID_ARGUMENT, message, "n")
@@ -199,7 +200,7 @@ class SessionHub:
                 self._cell.abort(request_id, sequence_idx)  # the gateway ended it while the session was broken
 
     def _hold(self, request_id: RequestId, owned: Owned) -> None:
-        is_new = not owned.submit.delivered and request_id not in self._held
+        is_new = not owned.submit.is_resubmit and request_id not in self._held
         if is_new and self.num_held_seqs + owned.submit.n > self._cell.settings.max_queued_requests:
             error = SchedulerError(ErrorCode.RESOURCE_EXHAUSTED, "too many requests wait for a worker: try again later")
             self._ownership.route(owned.ends(FinishReason.ERROR, error))

@@ -14,7 +14,7 @@ from scheduler_svc.core.types import (
     TokenRun,
 )
 
-_RESUBMITTED = -(2**40)  # what was being served before a restart goes before all that is new
+_RESUBMITTED = -(2**40)  # what was let in before a restart goes before all that is new
 
 
 def submit(state: State, request: Request) -> list[TokenRun]:
@@ -25,13 +25,12 @@ def submit(state: State, request: Request) -> list[TokenRun]:
     job = state.jobs.get(request.request_id)
     if job is not None:
         return [run for seq in job.seqs for run in seq.replay(request.delivered.get(seq.sequence_idx))]
-    is_new = not request.delivered
-    if is_new and state.num_waiting_seqs + request.n > state.config.max_queued_seqs:
+    if not request.is_resubmit and state.num_waiting_seqs + request.n > state.config.max_queued_seqs:
         raise SchedulerError(
             ErrorCode.RESOURCE_EXHAUSTED, f"{state.num_waiting_seqs} sequences are waiting already: try again later"
         )
     _check_servable(state, len(request.prompt_token_ids))
-    job = Job(request, next(state.arrivals) + (0 if is_new else _RESUBMITTED))
+    job = Job(request, next(state.arrivals) + (_RESUBMITTED if request.is_resubmit else 0))
     runs = _add_seqs(state, job)
     if job.num_unfinished:
         state.jobs[request.request_id] = job

@@ -86,6 +86,7 @@ class Request:
     priority: int = 0  # lower runs first
     deadline_ms: int | None = None
     skip_cache_read: bool = False
+    is_resubmit: bool = False  # it was let in before: past the queue's bound, and before all that is new
     delivered: dict[int, Delivered] = field(default_factory=dict)  # by sequence index
 
 

@@ -47,6 +47,7 @@ async def test_stream_goes_on_where_it_stopped_when_the_scheduler_is_back(cell: 
     assert second.hello.session_number > first.hello.session_number
     assert second.hello.gateway_id == first.hello.gateway_id
     assert list(second.hello.request_ids) == [submit.request_id]
+    assert (submit.is_resubmit, again.is_resubmit) == (False, True)
     assert again.token_ids == submit.token_ids
     assert again.sampling == submit.sampling
     assert list(again.delivered) == [
@@ -99,6 +100,7 @@ async def test_request_waits_while_the_scheduler_is_away(cell: Cell) -> None:
     await eventually(lambda: cell.gateway.session.num_unstarted == 1)
     await cell.scheduler.start()
     assert text_of(await answering) == "here I am"
+    assert not cell.scheduler.submits[0].is_resubmit, "no scheduler has let it in yet"
 
 
 async def test_request_that_ended_while_the_scheduler_was_away_is_not_named_again(cell: Cell) -> None:

@@ -48,6 +48,7 @@ class FakeGateway:
         self.num_empty_messages = 0
         self.num_gaps = 0
         self.mistakes: list[str] = []
+        self._submitted_ids: set[str] = set()
         self.session_number = 0
         self.ended: asyncio.Future[grpc.StatusCode] = asyncio.get_running_loop().create_future()
         self._token = token
@@ -120,8 +121,9 @@ class FakeGateway:
             ),
             n=n,
             delivered=delivered,
-            **fields,
+            **({"is_resubmit": request_id in self._submitted_ids} | fields),
         )
+        self._submitted_ids.add(request_id)
         await self._send(scheduler_pb2.ClientMessage(submit=submit))
 
     async def abort(self, request_id: str, index: int | None = None) -> None:

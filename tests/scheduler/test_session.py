@@ -333,6 +333,22 @@ async def test_full_queue_refuses_before_the_first_worker_too(cell: LoopbackCell
     assert cell.server.figures().num_waiting_seqs == 2
 
 
+async def test_request_that_was_let_in_before_goes_past_the_bound_of_a_restarted_scheduler(
+    cell: LoopbackCell,
+) -> None:
+    await cell.start(max_queued_requests=2)
+    gateway = await cell.add_gateway()
+    for request_id in ("1", "2", "3"):
+        await gateway.submit(request_id, PROMPT, max_tokens=20, is_resubmit=True)
+    await until(lambda: cell.server.figures().num_waiting_seqs == 3)
+    await gateway.submit("new", PROMPT, max_tokens=20)
+    await until(lambda: gateway.output("new").has_ended)
+    assert gateway.output("new").error.code == common_pb2.ERROR_CODE_RESOURCE_EXHAUSTED
+    await cell.add_worker()
+    await until(lambda: all(gateway.output(request_id).has_ended for request_id in ("1", "2", "3")))
+    assert gateway.output("3").token_ids == expected_output(PROMPT, 20)
+
+
 async def test_more_samples_than_may_ever_wait_are_a_mistake_of_the_request(cell: LoopbackCell) -> None:
     await cell.start(max_queued_requests=2)
     gateway = await cell.add_gateway()

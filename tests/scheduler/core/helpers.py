@@ -39,6 +39,7 @@ def make_request(
     deadline_ms: int | None = None,
     salt: str = "",
     skip_cache_read: bool = False,
+    is_resubmit: bool = False,
     delivered: dict[int, Delivered] | None = None,
 ) -> Request:
     return Request(
@@ -51,6 +52,7 @@ def make_request(
         priority=priority,
         deadline_ms=deadline_ms,
         skip_cache_read=skip_cache_read,
+        is_resubmit=is_resubmit or bool(delivered),
         delivered=delivered or {},
     )
 

@@ -32,6 +32,15 @@ def test_a_full_queue_refuses() -> None:
     assert caught.value.code is ErrorCode.RESOURCE_EXHAUSTED
 
 
+def test_a_request_that_was_let_in_before_goes_past_a_full_queue_and_first() -> None:
+    cell = make_cell(make_spec(max_num_seqs=1), max_queued_seqs=2)
+    cell.submit(make_request("new", range(4), n=2))
+    cell.submit(make_request("again", range(4, 8), is_resubmit=True))
+    cell.plan()
+    cell.apply()
+    assert (len(cell.output("again")), len(cell.output("new"))) == (1, 0)
+
+
 def test_requests_wait_for_the_first_worker_and_learn_its_limits() -> None:
     cell = make_cell(num_lanes=0)
     cell.submit(make_request("fits", range(10)))
