@@ -18,6 +18,9 @@ ERROR = common_pb2.FINISH_REASON_ERROR
 _NOT_FINISHED = common_pb2.FINISH_REASON_UNSPECIFIED
 
 
+MAX_LOSSES = 3  # a request at stake so often without a new token is taken for the cause
+
+
 @dataclass(frozen=True, slots=True)
 class NewTokens:
     """What a step gave to one sequence, or how it ended."""
@@ -29,7 +32,6 @@ class NewTokens:
     received_s: float  # the loop's clock
     finish_reason: int = _NOT_FINISHED
     error: common_pb2.Error | None = None  # with ERROR
-    usage: scheduler_pb2.Usage | None = None  # with a finish reason; None when the scheduler could not tell
 
 
 class Inbox:
@@ -73,6 +75,10 @@ class Generation:
         self.request_id: str = submit.request_id
         self.deadline_s = deadline_s
         self.has_started = False  # a sequence has had a token, or has ended
+        # Prompt tokens that the first attempt found cached: a repetition finds what the attempts before it computed.
+        self.num_cached_tokens: int | None = None  # None: the scheduler has not told
+        self._is_at_stake = False  # in this session the scheduler told that a worker computes it
+        self._num_losses = 0  # sessions that broke in a row while it was at stake, without a new token between
         self._was_submitted = False
         self._submit = submit
         self._inbox = inbox
@@ -88,12 +94,16 @@ class Generation:
         """Take what is new in a run; return False when tokens before it are missing and must be asked for."""
         if run.index >= len(self._sequences):
             return True
+        if run.HasField("usage"):
+            self._is_at_stake = True
+            if self.num_cached_tokens is None:
+                self.num_cached_tokens = run.usage.num_cached_tokens
         state = self._sequences[run.index]
         if state.finish_reason:
             return True
         if state.ended_here:
             if run.finish_reason:
-                self._finish(run.index, run.finish_reason, now_s, usage=run.usage)
+                self._finish(run.index, run.finish_reason, now_s)
             return True
         num_known = len(state.token_ids) - run.first_token_idx
         if num_known < 0:
@@ -109,9 +119,18 @@ class Generation:
         state.ended_here = True
         return not state.finish_reason
 
-    def lose_session(self) -> None:
-        """Note that a session in which the scheduler was heard is over: it has let the request in, or was about to."""
+    def lose_session(self, now_s: float) -> None:
+        """Note that a session in which the scheduler was heard is over: it has let the request in, or was about to.
+
+        A request that was being computed at MAX_LOSSES such breaks in a row, without a new token between, ends with an
+        error: it may be what takes the scheduler down. One that waits in the queue may do so over any number of them.
+        """
         self._was_submitted = True
+        self._num_losses += self._is_at_stake
+        self._is_at_stake = False
+        if self._num_losses >= MAX_LOSSES:
+            message = f"The request was being computed at {self._num_losses} failures of the scheduler in a row."
+            self.fail(common_pb2.Error(code=common_pb2.ERROR_CODE_INTERNAL, message=message), now_s)
 
     def lose_scheduler(self, now_s: float) -> None:
         """Give sequences that ended here their terminal event: the scheduler that owed it is gone."""
@@ -147,13 +166,15 @@ class Generation:
         token_ids = run.token_ids[num_known:]
         if not token_ids and not run.finish_reason:
             return
+        if token_ids:
+            self._is_at_stake, self._num_losses = True, 0
         logprobs = run.logprobs[num_known:]
         state.token_ids += token_ids
         state.cumulative_logprob += sum(entry.logprob for entry in logprobs)
         self.has_started = True
         if run.finish_reason:
             error = run.error if run.finish_reason == ERROR else None
-            self._finish(run.index, run.finish_reason, now_s, token_ids, logprobs, error, run.usage)
+            self._finish(run.index, run.finish_reason, now_s, token_ids, logprobs, error)
         else:
             self._inbox.put(NewTokens(self, run.index, token_ids, logprobs, now_s))
 
@@ -165,9 +186,8 @@ class Generation:
         token_ids: Sequence[int] = (),
         logprobs: Sequence[common_pb2.TokenLogprobs] = (),
         error: common_pb2.Error | None = None,
-        usage: scheduler_pb2.Usage | None = None,
     ) -> None:
         self._sequences[index].finish_reason = finish_reason
         self._num_open -= 1
         self.has_started = True
-        self._inbox.put(NewTokens(self, index, token_ids, logprobs, now_s, finish_reason, error, usage))
+        self._inbox.put(NewTokens(self, index, token_ids, logprobs, now_s, finish_reason, error))

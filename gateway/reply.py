@@ -53,7 +53,6 @@ class Reply:
         self._admission = admission
         self._inbox = Inbox()
         self._first_choice_idx: dict[Generation, int] = {}
-        self._cached_tokens: dict[Generation, int] = {}
         self._num_prompt_tokens = 0
         self._error: ApiError | None = None
         self._start_s = asyncio.get_running_loop().time()
@@ -85,9 +84,9 @@ class Reply:
     def usage(self) -> Usage:
         """The token counts so far; complete once `wait_for_usage` has returned."""
         num_output_tokens = sum(choice.num_tokens for choice in self.choices)
-        is_known = len(self._cached_tokens) == len(self._first_choice_idx)
-        num_cached_tokens = sum(self._cached_tokens.values()) if is_known else None
-        return Usage(self._num_prompt_tokens, num_output_tokens, num_cached_tokens)
+        told = [generation.num_cached_tokens for generation in self._first_choice_idx]
+        known = [num_tokens for num_tokens in told if num_tokens is not None]
+        return Usage(self._num_prompt_tokens, num_output_tokens, sum(known) if len(known) == len(told) else None)
 
     async def next(self) -> list[Delta]:
         """Wait for a step; return what it added to the choices. Raises ApiError once a choice has failed."""
@@ -117,7 +116,6 @@ class Reply:
     def _deltas(self, items: Sequence[NewTokens]) -> list[Delta]:
         deltas = []
         for new in items:
-            self._note_usage(new)
             choice = self.choices[self._first_choice_idx[new.generation] + new.index]
             if choice.is_finished or self._error is not None:
                 continue
@@ -133,11 +131,6 @@ class Reply:
                     self._session.end_sequence(new.generation, new.index)
             deltas.append(delta)
         return deltas
-
-    def _note_usage(self, new: NewTokens) -> None:
-        # All sequences of a request share its prompt, and the first one's figures are those of its computation.
-        if new.usage is not None and (new.index == 0 or new.generation not in self._cached_tokens):
-            self._cached_tokens[new.generation] = new.usage.num_cached_tokens
 
 
 def _error_of(new: NewTokens) -> ApiError:

@@ -199,7 +199,7 @@ class SchedulerSession:
         now_s = _now_s()
         for generation in list(self._generations.values()):
             if was_heard:
-                generation.lose_session()
+                generation.lose_session(now_s)
             generation.lose_scheduler(now_s)
             self._drop_if_over(generation)
 

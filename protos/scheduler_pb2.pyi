@@ -237,7 +237,9 @@ Global___ServerMessage: _TypeAlias = ServerMessage  # noqa: Y015
 
 @_typing.final
 class TokenRun(_message.Message):
-    """New tokens of one sequence. Exactly one run of each (request id, index) carries a finish reason."""
+    """New tokens of one sequence. Exactly one run of each (request id, index) carries a finish reason. A run with usage and
+    without finish reason says that a worker has begun to compute the request.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -266,7 +268,7 @@ class TokenRun(_message.Message):
 
     @_builtins.property
     def usage(self) -> Global___Usage:
-        """with a finish reason"""
+        """with a finish reason, and when a worker begins"""
 
     def __init__(
         self,

@@ -37,7 +37,9 @@ class _PendingRun:
         self.logprobs[num_kept:] = logprobs
         if run.finish_reason is not None:
             self.finish_reason = convert.FINISH_REASON_TO_WIRE[run.finish_reason]
-            self.error, self.usage = run.error, run.usage
+            self.error = run.error
+        if run.usage is not None:
+            self.usage = run.usage
 
 
 class Outbox:

@@ -30,7 +30,8 @@ class StepPlanner:
 
     def __init__(self, state: State, lane: Lane, now_ms: int) -> None:
         self.draft = Draft(lane.max_num_batched_tokens)
-        self.runs: list[TokenRun] = []  # ends of sequences for which there was no room even alone
+        # That requests have begun, and ends of sequences for which there was no room even alone.
+        self.runs: list[TokenRun] = []
         self._state = state
         self._lane = lane
         self._now_ms = now_ms
@@ -105,8 +106,9 @@ class StepPlanner:
         num_tokens = min(len(seq.token_ids) - seq.num_computed_tokens, self.draft.budget_tokens)
         growth = lane.kv.grow(seq, num_tokens)
         assert growth is not None, "a reservation was not kept"
+        # What goes beyond the prompt is replayed output.
+        self._state.counters.prompt_tokens += min(num_tokens, max(0, seq.num_prompt_tokens - seq.num_computed_tokens))
         self.draft.add_row(seq, num_tokens, growth)
-        self._state.counters.prompt_tokens += num_tokens
         if seq.num_computed_tokens == len(seq.token_ids):
             seq.num_in_flight_tokens = 1
             del lane.prefilling[seq.seq_id]
@@ -165,4 +167,5 @@ class StepPlanner:
             seq.job.num_cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
             state.counters.prefix_cache_queries += seq.num_prompt_tokens
             state.counters.prefix_cache_hits += seq.job.num_cached_tokens
+            self.runs.append(seq.begun_run())
         self._plan_chunk(seq)

@@ -116,14 +116,21 @@ class Seq:
         self.num_reserved_blocks = 0
         self.num_computed_tokens = self.num_in_flight_tokens = self.num_sealed_blocks = self.settled_until_tokens = 0
 
+    def usage(self) -> Usage:
+        """Return the sequence's token counts so far."""
+        return Usage(self.num_prompt_tokens, self.job.num_cached_tokens or 0, self.num_output_tokens)
+
+    def begun_run(self) -> TokenRun:
+        """Return the run that tells the client that its request is being computed, without tokens."""
+        return self.run(self.num_output_tokens)._replace(usage=self.usage())
+
     def ended_run(self, reason: FinishReason, error: SchedulerError | None) -> TokenRun:
         """Return the terminal run of this sequence, without tokens, and keep it for a client that attaches again."""
-        usage = Usage(self.num_prompt_tokens, self.job.num_cached_tokens or 0, self.num_output_tokens)
-        self.end = self.run(self.num_output_tokens)._replace(finish_reason=reason, error=error, usage=usage)
+        self.end = self.run(self.num_output_tokens)._replace(finish_reason=reason, error=error, usage=self.usage())
         return self.end
 
     def replay(self, delivered: Delivered | None) -> list[TokenRun]:
-        """Return what a client that attaches again has not got of it: tokens, and its end."""
+        """Return what a client that attaches again has not got of it: that it has begun, tokens, and its end."""
         if delivered is not None and delivered.finish_reason is not None:
             return []
         first = len(delivered.token_ids) if delivered else 0
@@ -132,7 +139,9 @@ class Seq:
         if self.end is not None:
             end = self.end
             return [run._replace(finish_reason=end.finish_reason, error=end.error, usage=end.usage)]
-        return [run] if token_ids else []
+        if self.job.num_cached_tokens is None:
+            return [run] if token_ids else []
+        return [run._replace(usage=self.usage())]
 
     def run(self, first_token_idx: int, token_ids: TokenIds = (), logprobs: Sequence[Opaque] = ()) -> TokenRun:
         """Return output tokens of this sequence as its client gets them."""

@@ -232,7 +232,10 @@ class Usage:
 
 
 class TokenRun(NamedTuple):
-    """New output tokens of one sequence. Exactly one run of a sequence has a finish reason."""
+    """New output tokens of one sequence. Exactly one run of a sequence has a finish reason.
+
+    One with usage and without a finish reason tells that a worker has begun to compute the request.
+    """
 
     request_id: RequestId
     sequence_idx: int

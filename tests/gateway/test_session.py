@@ -19,6 +19,12 @@ async def submitted(cell: Cell, num_submits: int = 1) -> scheduler_pb2.Submit:
     return cell.scheduler.submits[-1]
 
 
+async def until_at_stake(cell: Cell) -> None:
+    """Return when the gateway knows that its one request is being computed."""
+    generation = next(iter(cell.gateway.session._generations.values()))
+    await eventually(lambda: generation._is_at_stake)
+
+
 def text_of(response: Any) -> str:
     return str(response.json()["choices"][0]["text"])
 
@@ -120,6 +126,62 @@ async def test_session_that_the_scheduler_ends_is_opened_anew(cell: Cell) -> Non
     await eventually(lambda: len(cell.scheduler.sessions) == 2)
     cell.answer("ok")
     assert text_of(await cell.complete()) == "ok"
+
+
+async def break_session(cell: Cell) -> None:
+    """End the session from the scheduler's side; return when the request has been submitted in the next one."""
+    num_submits, num_sessions = len(cell.scheduler.submits), len(cell.scheduler.sessions)
+    cell.scheduler.session.close()
+    await eventually(lambda: len(cell.scheduler.sessions) > num_sessions)
+    await eventually(lambda: len(cell.scheduler.submits) > num_submits or not cell.gateway.session._generations)
+
+
+async def test_request_at_stake_at_three_breaks_in_a_row_ends_with_an_error(cell: Cell) -> None:
+    cell.scheduler.on_submit = lambda session, submit: session.run(submit.request_id, 0, [], usage=make_usage())
+    answering = asyncio.create_task(cell.complete())
+    await submitted(cell)
+    for _ in range(3):
+        await until_at_stake(cell)
+        await break_session(cell)
+    response = await answering
+    assert (response.status_code, response.json()["error"]["code"]) == (500, "internal_error")
+    assert "3 failures of the scheduler" in response.json()["error"]["message"]
+    assert list(cell.scheduler.session.hello.request_ids) == []
+
+
+async def test_new_token_makes_breaks_count_anew(cell: Cell) -> None:
+    token_ids = cell.ids(TEXT)
+    answering = asyncio.create_task(cell.complete())
+    submit = await submitted(cell)
+    for idx, token_id in enumerate(token_ids[:4]):
+        cell.scheduler.session.run(submit.request_id, idx, [token_id])
+        await until_at_stake(cell)
+        await break_session(cell)
+    cell.scheduler.session.run(submit.request_id, 4, token_ids[4:], finish_reason=LENGTH, usage=make_usage())
+    assert text_of(await answering) == TEXT
+
+
+async def test_waiting_request_outlasts_any_number_of_breaks(cell: Cell) -> None:
+    answering = asyncio.create_task(cell.complete())
+    await submitted(cell)
+    for _ in range(4):
+        await break_session(cell)
+    cell.scheduler.session.run(
+        cell.scheduler.submits[-1].request_id, 0, cell.ids("ok"), finish_reason=LENGTH, usage=make_usage()
+    )
+    assert text_of(await answering) == "ok"
+
+
+async def test_cached_tokens_are_those_of_the_first_attempt(cell: Cell) -> None:
+    token_ids = cell.ids(TEXT)
+    answering = asyncio.create_task(cell.complete())
+    submit = await submitted(cell)
+    cell.scheduler.session.run(submit.request_id, 0, token_ids[:2], usage=make_usage(num_cached_tokens=16))
+    await until_at_stake(cell)
+    await break_session(cell)
+    usage = make_usage(len(token_ids), num_cached_tokens=48)
+    cell.scheduler.session.run(submit.request_id, 2, token_ids[2:], finish_reason=LENGTH, usage=usage)
+    assert (await answering).json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 16}
 
 
 async def test_silence_is_a_break(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:

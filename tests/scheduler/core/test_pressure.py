@@ -15,6 +15,19 @@ def test_the_newest_row_is_preempted_and_replays_its_tokens() -> None:
     cell.check_texts()
 
 
+def test_replayed_output_tokens_are_no_prompt_tokens() -> None:
+    cell = make_cell(prefix_caching=False)
+    cell.submit(make_request("a", range(8), max_tokens=12))
+    for _ in range(4):
+        cell.plan()
+        cell.apply()
+    assert cell.scheduler.counters.prompt_tokens == 8
+    cell.drop_lane("w0")
+    cell.add_lane("w1", make_spec(budget=3))
+    cell.run_to_end()
+    assert cell.scheduler.counters.prompt_tokens == 16
+
+
 def test_priority_decides_who_is_preempted_and_who_goes_first() -> None:
     cell = make_cell(make_spec(max_num_seqs=1))
     cell.submit(make_request("late", range(4), priority=1))

@@ -12,6 +12,7 @@ from scheduler_svc.core.types import (
     SeqId,
     StepId,
     StepResult,
+    Usage,
 )
 from tests.scheduler.core.helpers import expected_of, make_cell, make_request, make_spec, plan
 
@@ -72,8 +73,31 @@ def test_a_known_request_replays_the_end_of_a_sequence() -> None:
         cell.apply()
     delivered = {0: Delivered(text[:1]), 1: Delivered(cell.output("a", 1))}
     runs = cell.scheduler.submit(make_request("a", range(4), n=2, delivered=delivered))
-    assert [(run.sequence_idx, list(run.token_ids)) for run in runs] == [(0, text[1:2])]
+    assert [(run.sequence_idx, list(run.token_ids)) for run in runs] == [(0, text[1:2]), (1, [])]
     assert (runs[0].finish_reason, runs[0].usage) == (FinishReason.STOP, cell.end("a").usage)
+    assert runs[1].usage is not None, "it goes on"
+
+
+def test_a_client_is_told_once_that_its_request_has_begun() -> None:
+    cell = make_cell(make_spec(max_num_seqs=1))
+    cell.submit(make_request("first", range(8), max_tokens=2))
+    cell.run_to_end()
+    cell.submit(make_request("running", range(12)))
+    cell.submit(make_request("waiting", range(20, 24)))
+    step, runs = cell.scheduler.plan(LaneId("w0"), 0)
+    assert step is not None
+    assert [(run.request_id, run.token_ids, run.finish_reason) for run in runs] == [("running", (), None)]
+    assert runs[0].usage == Usage(num_prompt_tokens=12, num_cached_tokens=8, num_output_tokens=0)
+    assert cell.scheduler.plan(LaneId("w0"), 0)[1] == []
+
+
+def test_a_client_that_attaches_again_is_told_what_has_begun() -> None:
+    cell = make_cell(make_spec(max_num_seqs=1))
+    for name in ("running", "waiting"):
+        cell.submit(make_request(name, range(4)))
+    cell.plan()
+    runs = [run for name in ("running", "waiting") for run in cell.scheduler.submit(make_request(name, range(4)))]
+    assert [(run.request_id, run.usage is not None) for run in runs] == [("running", True)]
 
 
 def test_an_unknown_request_goes_on_from_what_was_delivered() -> None:
