@@ -22,7 +22,7 @@ def end(state: State, seq: Seq, reason: FinishReason, error: SchedulerError | No
     seq.state = SeqState.FINISHED
     if is_leader and job.unforked:
         leader = job.unforked.pop(0)
-        leader.num_losses = max(0, seq.num_losses - 1)  # the prompt that it will compute may be the cause
+        leader.num_losses = seq.num_losses  # what it will compute was in flight at them
         state.wait(leader)
     del state.seqs[seq.seq_id]
     job.num_unfinished -= 1

@@ -59,7 +59,10 @@ def _requeue(state: State, lane: Lane, seq: Seq, *, is_lost: bool, error: str = 
     """Take a row off its lane to start over; one that was lost too often in a row ends instead."""
     seq.num_losses += is_lost
     if seq.num_losses >= MAX_LOSSES:
-        return [end(state, seq, FinishReason.ERROR, _poisoned(seq.num_losses, error))]
+        # The prompt of a leader is that of the unforked, too: each of them would take three more workers with it.
+        unforked = [] if seq.num_output_tokens else seq.job.unforked
+        poisoned = _poisoned(seq.num_losses, error)
+        return [end(state, lost, FinishReason.ERROR, poisoned) for lost in (*unforked, seq)]
     lane.remove(seq)
     lane.forget_row(seq)
     state.wait(seq)

@@ -44,12 +44,24 @@ def test_a_failed_step_starts_its_rows_over() -> None:
     cell.check_texts()
 
 
-def test_the_next_leader_inherits_the_losses_of_the_prompt() -> None:
+def test_a_prompt_lost_three_times_ends_all_that_wait_for_it() -> None:
     cell = make_cell()
     cell.submit(make_request("poison", range(4), n=3, max_tokens=1))
-    for number in range(1, 6):
+    for number in range(1, 4):
         cell.plan(f"w{number - 1}")
         cell.drop_lane(f"w{number - 1}")
         cell.add_lane(f"w{number}", make_spec())
     ends = [cell.end("poison", index).finish_reason for index in range(3)]
     assert ends == [FinishReason.ERROR] * 3
+
+
+def test_the_next_leader_inherits_the_losses_of_the_prompt() -> None:
+    cell = make_cell()
+    cell.submit(make_request("poison", range(4), n=2, max_tokens=1))
+    for number in range(1, 4):
+        if number == 3:
+            cell.abort("poison", 0)
+        cell.plan(f"w{number - 1}")
+        cell.drop_lane(f"w{number - 1}")
+        cell.add_lane(f"w{number}", make_spec())
+    assert cell.end("poison", 1).finish_reason is FinishReason.ERROR
