@@ -2,7 +2,8 @@
 
 A null is the same as leaving the field out. A field that nobody knows is accepted, since clients send extras; a field
 that is known and not supported here is refused rather than ignored. What depends on the model (vocabulary, context) is
-checked later, in `gateway/sampling.py` and `gateway/prompts.py`.
+checked later, in `gateway/sampling.py` and `gateway/prompts.py`. A list that may be long is checked up to its first
+mistake (`fail_fast`): to describe a million of them takes seconds.
 """
 
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from gateway.errors import InvalidRequestError, UnsupportedError
 
 MAX_N = 16
 MAX_PROMPTS = 128
+MAX_MESSAGES = 65_536
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 4096
@@ -184,11 +186,11 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
 
 
 class _ChatPrompt(_Body):
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] = {}
 
@@ -255,7 +257,7 @@ class TokenizeChatRequest(_ChatPrompt):
 class DetokenizeRequest(_Body):
     """`POST /detokenize`."""
 
-    tokens: list[TokenId]
+    tokens: list[TokenId] = Field(fail_fast=True)
 
 
 _T = TypeVar("_T", bound=BaseModel)

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from pydantic import ValidationError
 
 from gateway import answering
 from gateway.routes import body
+from gateway.schemas import ChatCompletionRequest
 from tests.gateway.fakes import MAX_MODEL_LEN, MODEL_NAME, VOCAB_SIZE, Cell, FakeScheduler, make_cell, running_cell
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -169,7 +171,7 @@ async def test_limits_are_named_with_both_numbers(model_folder: Path) -> None:
 
 
 async def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(cell: Cell) -> None:
-    status, error = await post(cell, "/v1/completions", json.dumps({"prompt": "x" * 20_000_000}).encode())
+    status, error = await post(cell, "/v1/completions", json.dumps({"prompt": "x" * 10_000_000}).encode())
     assert (status, error["param"], error["code"]) == (400, "prompt", "context_length_exceeded")
 
 
@@ -195,6 +197,15 @@ async def test_body_that_is_too_long_is_refused(cell: Cell, monkeypatch: pytest.
     status, error = await post(cell, "/v1/completions", json.dumps({"prompt": "x" * 2000}).encode())
     assert status == 400
     assert "longer than 1000 bytes" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "messages", [[{}] * 1000, [{"role": "user", "content": [1] * 1000}]], ids=["messages", "content parts"]
+)
+async def test_check_ends_at_the_first_of_many_mistakes(messages: list[object]) -> None:
+    with pytest.raises(ValidationError) as caught:
+        ChatCompletionRequest.model_validate({"messages": messages})
+    assert caught.value.error_count() <= 2  # a union tells one for each of its members
 
 
 async def test_unknown_model_is_not_found(cell: Cell) -> None:
