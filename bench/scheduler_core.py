@@ -11,6 +11,7 @@ from statistics import mean
 from bench.compare import CompareSettings, run_comparison
 from bench.report import Finding, at_most, say, spread
 from protos.block_hash import root_hash
+from scheduler_svc.collector import collect_rarely
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.state import SchedulerConfig
 from scheduler_svc.core.types import (
@@ -19,7 +20,7 @@ from scheduler_svc.core.types import (
     LaneSpec,
     Request,
     RequestId,
-    SampledRow,
+    SampledRows,
     SeqId,
     StepPlan,
     StepResult,
@@ -58,15 +59,19 @@ class FakeWorker:
             self._rows[resumed.seq_id] = _Row(resumed.seq_epoch, resumed.num_tokens, resumed.num_computed_tokens)
             scheduled.append((resumed.seq_id, resumed.num_scheduled_tokens))
         scheduled += [(row.seq_id, row.num_scheduled_tokens) for row in plan.continued_rows]
-        return StepResult(plan.step_id, sampled=[row for pair in scheduled if (row := self._advance(*pair))])
+        scheduled += [(seq_id, 1) for seq_id in plan.settled_seq_ids]
+        sampled = [seq_id for seq_id, num_tokens in scheduled if self._computes_all(seq_id, num_tokens)]
+        epochs = [self._rows[seq_id].seq_epoch for seq_id in sampled]
+        return StepResult(plan.step_id, sampled=SampledRows(sampled, epochs, [7] * len(sampled)))
 
-    def _advance(self, seq_id: SeqId, num_scheduled_tokens: int) -> SampledRow | None:
+    def _computes_all(self, seq_id: SeqId, num_scheduled_tokens: int) -> bool:
+        """Return whether a row has no known token left to compute, so that it samples one."""
         row = self._rows[seq_id]
         row.num_computed_tokens += num_scheduled_tokens
         if row.num_computed_tokens < row.num_tokens:
-            return None
+            return False
         row.num_tokens += 1
-        return SampledRow(seq_id, row.seq_epoch, (7,))
+        return True
 
 
 class Bench:
@@ -124,7 +129,8 @@ class Bench:
 
 
 async def measure(settings: CompareSettings, repeats: int) -> list[Finding]:
-    """Measure every number of rows, in turn."""
+    """Measure every number of rows, in turn, with the scheduler process's own garbage collection."""
+    collect_rarely()
     findings = []
     for num_rows in ROWS:
         steady: list[float] = []

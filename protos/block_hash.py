@@ -29,5 +29,6 @@ def root_hash(model_fingerprint: bytes, tenant_salt: bytes, cache_salt: str) -> 
 
 def next_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
     """Return the hash of a full block from its predecessor's and its own token ids (each below 2**32)."""
-    body = struct.pack(f"<{len(token_ids)}I", *token_ids)
-    return BlockHash(hashlib.sha256(_DOMAIN + parent + struct.pack("<I", len(token_ids)) + body).digest())
+    num_tokens = len(token_ids)
+    body = struct.pack(f"<{num_tokens + 1}I", num_tokens, *token_ids)
+    return BlockHash(hashlib.sha256(_DOMAIN + parent + body).digest())

@@ -1,7 +1,6 @@
 """`python -m scheduler_svc`: the scheduler as a process."""
 
 import asyncio
-import gc
 import logging
 import signal
 import sys
@@ -10,6 +9,7 @@ from typing import Any
 
 from protos.channel import MissingTokenError
 from protos.settings import SettingsMistakeError, read_settings
+from scheduler_svc.collector import collect_rarely
 from scheduler_svc.registry import AllLanesFencedError
 from scheduler_svc.server import CannotListenError, SchedulerServer
 from scheduler_svc.settings import SchedulerSettings
@@ -39,9 +39,7 @@ async def _serve(settings: SchedulerSettings) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
     address = await server.start()
-    # What start-up made lives as long as the process: a full collection would look at all of it, and stall every lane.
-    gc.collect()
-    gc.freeze()
+    collect_rarely()
     logger.info("ready on %s", address)
     failed = server.cell.failed
     try:

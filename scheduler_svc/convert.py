@@ -2,7 +2,8 @@
 
 import hashlib
 import hmac
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import repeat
 
 from protos import common_pb2, scheduler_pb2, worker_pb2
 from protos.block_hash import HASH_BYTES, BlockHash, root_hash
@@ -123,8 +124,8 @@ def step_to_wire(plan: types.StepPlan, lane_epoch: int) -> worker_pb2.StepReques
         request.patches.seq_ids.extend([patch.seq_id for patch in plan.patches])
         request.patches.block_idxs.extend([patch.block_idx for patch in plan.patches])
         request.patches.entries.extend([patch.entry for patch in plan.patches])
-    if plan.continued_rows:
-        _fill_continued(request.continued, plan.continued_rows)
+    if plan.continued_rows or plan.settled_seq_ids:
+        _fill_continued(request.continued, plan.continued_rows, plan.settled_seq_ids)
     if plan.seals:
         request.seals.CopyFrom(seals_to_wire(plan.seals))
     if plan.ops.zero:
@@ -138,7 +139,8 @@ def step_to_wire(plan: types.StepPlan, lane_epoch: int) -> worker_pb2.StepReques
 def num_scheduled_tokens(plan: types.StepPlan) -> int:
     """Return the tokens that a step computes."""
     return (
-        sum([row.num_scheduled_tokens for row in plan.continued_rows])
+        len(plan.settled_seq_ids)
+        + sum([row.num_scheduled_tokens for row in plan.continued_rows])
         + sum([row.num_scheduled_tokens for row in plan.new_rows])
         + sum([row.num_scheduled_tokens for row in plan.resumed_rows])
     )
@@ -180,15 +182,18 @@ def _resumed_row(row: types.ResumedRow) -> worker_pb2.ResumedRow:
     )
 
 
-def _fill_continued(continued: worker_pb2.ContinuedRows, rows: Sequence[types.ContinuedRow]) -> None:
+def _fill_continued(
+    continued: worker_pb2.ContinuedRows, rows: Sequence[types.ContinuedRow], settled_seq_ids: Sequence[types.SeqId]
+) -> None:
     """Fill the packed arrays; one that would say the same of every row stays empty."""
     continued.seq_ids.extend([row.seq_id for row in rows])
+    continued.seq_ids.extend(settled_seq_ids)
     scheduled = [row.num_scheduled_tokens for row in rows]
     if scheduled.count(1) != len(scheduled):
-        continued.num_scheduled_tokens.extend(scheduled)
+        continued.num_scheduled_tokens.extend(scheduled + [1] * len(settled_seq_ids))
     new_entries = [entry for row in rows for entry in row.new_entries]
     if new_entries:
-        continued.num_new_entries.extend([len(row.new_entries) for row in rows])
+        continued.num_new_entries.extend([len(row.new_entries) for row in rows] + [0] * len(settled_seq_ids))
         continued.new_entries.extend(new_entries)
 
 
@@ -204,7 +209,7 @@ def step_result_from_wire(result: worker_pb2.StepResult) -> types.StepResult:
         step_id=types.StepId(result.step_id),
         status=status,
         error=result.error,
-        sampled=list(_sampled_rows(result.sampled)) if result.HasField("sampled") else (),
+        sampled=_sampled_rows(result.sampled) if result.HasField("sampled") else types.SampledRows(),
         failed_rows=[
             types.FailedRow(seq_id=types.SeqId(row.seq_id), seq_epoch=row.seq_epoch, error=row.error)
             for row in result.failed_rows
@@ -213,24 +218,37 @@ def step_result_from_wire(result: worker_pb2.StepResult) -> types.StepResult:
     )
 
 
-def _sampled_rows(sampled: worker_pb2.SampledRows) -> Iterator[types.SampledRow]:
-    seq_ids, token_ids, logprobs = list(sampled.seq_ids), list(sampled.token_ids), list(sampled.logprobs)
-    nums_tokens = list(sampled.num_tokens) or [1] * len(seq_ids)
+def _sampled_rows(sampled: worker_pb2.SampledRows) -> types.SampledRows:
+    rows = types.SampledRows(
+        seq_ids=[types.SeqId(seq_id) for seq_id in sampled.seq_ids],
+        seq_epochs=list(sampled.seq_epochs),
+        token_ids=list(sampled.token_ids),
+        nums_tokens=list(sampled.num_tokens),
+        logprobs=_logprobs_from_wire(sampled),
+    )
+    num_tokens = sum(rows.nums_tokens) if rows.nums_tokens else len(rows.seq_ids)
     if (
-        len(nums_tokens) != len(seq_ids)
-        or len(sampled.seq_epochs) != len(seq_ids)
-        or sum(nums_tokens) != len(token_ids)
+        len(rows.seq_epochs) != len(rows.seq_ids)
+        or (rows.nums_tokens and len(rows.nums_tokens) != len(rows.seq_ids))
+        or len(rows.token_ids) != num_tokens
     ):
         raise MalformedMessageError("the arrays of a step's sampled rows do not have the same length")
-    if logprobs and len(logprobs) != len(token_ids):
+    if rows.logprobs and len(rows.logprobs) != num_tokens:
         raise MalformedMessageError("a step's logprobs are not parallel to its tokens")
-    with_alternatives = {row.seq_id: list(row.tokens) for row in sampled.row_logprobs}
-    start = 0
-    for seq_id, seq_epoch, num_tokens in zip(seq_ids, sampled.seq_epochs, nums_tokens, strict=True):
-        end = start + num_tokens
-        row_logprobs: Sequence[Logprobs] = with_alternatives.get(seq_id) or logprobs[start:end]
-        yield types.SampledRow(types.SeqId(seq_id), seq_epoch, token_ids[start:end], row_logprobs)
-        start = end
+    return rows
+
+
+def _logprobs_from_wire(sampled: worker_pb2.SampledRows) -> list[Logprobs]:
+    """Return each token's logprobs: the chosen token's alone, but alternatives too in rows that asked for them."""
+    logprobs: list[Logprobs] = list(sampled.logprobs)
+    if sampled.row_logprobs:
+        with_alternatives = {row.seq_id: row.tokens for row in sampled.row_logprobs}
+        start = 0
+        for seq_id, num_tokens in zip(sampled.seq_ids, sampled.num_tokens or repeat(1), strict=False):
+            end = start + num_tokens
+            logprobs[start:end] = with_alternatives.get(seq_id) or logprobs[start:end]
+            start = end
+    return logprobs
 
 
 def seals_from_wire(seals: worker_pb2.Seals) -> list[types.Seal]:

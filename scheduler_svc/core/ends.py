@@ -28,6 +28,7 @@ def end(state: State, seq: Seq, reason: FinishReason, error: SchedulerError | No
     job.num_unfinished -= 1
     if not job.num_unfinished:
         state.jobs.pop(job.request.request_id, None)
+        job.seqs = []  # they name each other: else only a full garbage collection would free their tokens
     return seq.ended_run(reason, error)
 
 

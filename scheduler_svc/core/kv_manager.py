@@ -11,6 +11,7 @@ block goes to a copy.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from protos.block_hash import BlockHash
 from scheduler_svc.core.block_pool import Block, BlockPool
@@ -18,13 +19,15 @@ from scheduler_svc.core.sequence import Seq
 from scheduler_svc.core.types import Entry, Seal, StepId
 
 
-@dataclass(slots=True)
-class Growth:
+class Growth(NamedTuple):
     """What one step's tokens ask of a sequence's table."""
 
     new_entries: Sequence[Entry] = ()
     zero: Sequence[Entry] = ()  # new blocks that the step does not fill
     copied: tuple[int, Block, Block] | None = None  # (position in the table, shared block, its copy)
+
+
+_NO_GROWTH = Growth()
 
 
 @dataclass(slots=True)
@@ -87,31 +90,28 @@ class KVManager:
 
     def num_missing_blocks(self, seq: Seq, num_tokens: int) -> int:
         """Return how many blocks the next `num_tokens` of `seq` need."""
-        num_new = self.num_blocks_for(seq.num_computed_tokens + num_tokens) - len(seq.table)
-        return num_new + (self._shared_tail(seq) is not None)
+        num_new, shared = self._missing(seq, num_tokens)
+        return num_new + (shared is not None)
 
     def grow(self, seq: Seq, num_tokens: int) -> Growth | None:
         """Make room for the next `num_tokens` of `seq`; None, with nothing changed, when blocks are short.
 
         A copied block keeps its reference to the shared one: release that once the step is planned.
         """
-        num_missing = self.num_missing_blocks(seq, num_tokens)
+        num_new, shared = self._missing(seq, num_tokens)
+        num_missing = num_new + (shared is not None)
         if self.pool.num_available - self.num_reserved_blocks + seq.num_reserved_blocks < num_missing:
             return None
-        growth = Growth()
-        shared = self._shared_tail(seq)
-        if shared is not None:
-            block_idx, num_missing = seq.num_computed_tokens // self.block_size, num_missing - 1
-            seq.table[block_idx] = self._take_block(seq)
-            growth.copied = (block_idx, shared, seq.table[block_idx])
-        new_blocks = [self._take_block(seq) for _ in range(num_missing)]
+        copied = self._copy_tail(seq, shared) if shared is not None else None
+        new_blocks = [self._take_block(seq) for _ in range(num_new)]
         seq.table += new_blocks
-        growth.new_entries = [block.entry for block in new_blocks]
-        end = len(seq.table) * self.block_size
-        seq.settled_until_tokens = min(end, seq.total_limit_tokens - 1)
-        if new_blocks and (seq.num_computed_tokens + num_tokens) % self.block_size:
-            growth.zero = growth.new_entries[-1:]
-        return growth
+        # Decodes pass without a look at the table, up to the one that fills it or gives the last token.
+        seq.settled_until_tokens = min(len(seq.table) * self.block_size, seq.total_limit_tokens) - 1
+        if num_missing == 0:
+            return _NO_GROWTH
+        new_entries = [block.entry for block in new_blocks]
+        is_last_full = (seq.num_computed_tokens + num_tokens) % self.block_size == 0
+        return Growth(new_entries, () if is_last_full else new_entries[-1:], copied)
 
     def fork(self, parent: Seq, child: Seq) -> None:
         """Share the parent's blocks with `child`, which computes the last known token of both again.
@@ -147,13 +147,21 @@ class KVManager:
             for block_hash in seq.block_hashes(self.block_size)[seq.num_sealed_blocks :]:
                 self._stop_computing(block_hash, seq)
 
-    def _shared_tail(self, seq: Seq) -> Block | None:
-        """Return the block that the next token would be written to, if it must not be written."""
+    def _missing(self, seq: Seq, num_tokens: int) -> tuple[int, Block | None]:
+        """Return how many blocks the next `num_tokens` add, and the block to copy before, if one must be."""
+        num_computed, num_blocks = seq.num_computed_tokens, len(seq.table)
+        num_new = -(-(num_computed + num_tokens) // self.block_size) - num_blocks
+        block_idx = num_computed // self.block_size
+        if block_idx >= num_blocks:
+            return num_new, None
+        tail = seq.table[block_idx]
+        return num_new, tail if tail.ref_cnt > 1 or tail.block_hash is not None else None
+
+    def _copy_tail(self, seq: Seq, shared: Block) -> tuple[int, Block, Block]:
+        """Put a new block in the place of the one that must not be written; return Growth.copied."""
         block_idx = seq.num_computed_tokens // self.block_size
-        if block_idx >= len(seq.table):
-            return None
-        block = seq.table[block_idx]
-        return block if block.ref_cnt > 1 or block.block_hash is not None else None
+        seq.table[block_idx] = self._take_block(seq)
+        return block_idx, shared, seq.table[block_idx]
 
     def _take_block(self, seq: Seq) -> Block:
         if seq.num_reserved_blocks:

@@ -25,8 +25,8 @@ MAX_STEPS_IN_FLIGHT = 2
 _NO_STEP = StepId(0)
 
 
-# A row of a planned step: the sequence, its epoch, the step's tokens and new entries, its computed tokens after it.
-# A plain tuple, as every row makes one at every step.
+# A row of a planned step that is not settled: the sequence, its epoch, the step's tokens and new entries, its computed
+# tokens after it.
 PlannedRow = tuple[Seq, int, int, Sequence[Entry], int]
 
 
@@ -36,8 +36,14 @@ class Draft:
 
     budget_tokens: int
     rows: list[PlannedRow] = field(default_factory=list)
+    settled: list[Seq] = field(default_factory=list)  # rows that take one token and ask nothing of their table
     growths: dict[SeqId, Growth] = field(default_factory=dict)  # only of rows whose table asks for operations
     preempted: set[SeqId] = field(default_factory=set)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no row is in."""
+        return not self.rows and not self.settled
 
     def add_row(self, seq: Seq, num_tokens: int, growth: Growth) -> None:
         """Add the next `num_tokens` of `seq`, which from now on count as computed."""
@@ -49,23 +55,23 @@ class Draft:
 
     def add_settled_decodes(self, seqs: Iterable[Seq]) -> list[Seq]:
         """Add one token of each sequence that asks nothing of its table; return the others."""
+        settled: list[Seq] = []
         unsettled: list[Seq] = []
-        rows = self.rows
-        num_others = len(rows)
         for seq in seqs:
-            position = seq.num_computed_tokens
-            if position < seq.settled_until_tokens:
-                position += 1
-                seq.num_computed_tokens = position
-                seq.num_in_flight_tokens += 1
-                rows.append((seq, seq.seq_epoch, 1, (), position))
+            if seq.num_computed_tokens < seq.settled_until_tokens:
+                seq.num_computed_tokens += 1
+                settled.append(seq)
             else:
                 unsettled.append(seq)
-        self.budget_tokens -= len(rows) - num_others
+        self.settled += settled
+        self.budget_tokens -= len(settled)
         return unsettled
 
     def remove_row(self, seq: Seq) -> list[Block]:
         """Take `seq` out, if it is in, and return the shared blocks whose copies are off."""
+        if seq in self.settled:
+            self.settled.remove(seq)
+            self.budget_tokens += 1
         self.budget_tokens += sum(num_tokens for other, _, num_tokens, _, _ in self.rows if other is seq)
         self.rows = [row for row in self.rows if row[0] is not seq]
         growth = self.growths.pop(seq.seq_id, None)
@@ -82,10 +88,15 @@ class PlannedStep:
 
     step_id: StepId
     rows: list[PlannedRow]
+    settled: list[Seq]
+    settled_epochs: list[int]
 
     def live_seq_ids(self) -> set[SeqId]:
         """Return the sequences for which the step still counts."""
-        return {seq.seq_id for seq, seq_epoch, *_ in self.rows if seq_epoch == seq.seq_epoch}
+        settled = zip(self.settled, self.settled_epochs, strict=True)
+        live = {seq.seq_id for seq, seq_epoch in settled if seq_epoch == seq.seq_epoch}
+        live.update(seq.seq_id for seq, seq_epoch, *_ in self.rows if seq_epoch == seq.seq_epoch)
+        return live
 
 
 @dataclass(slots=True, eq=False)
@@ -161,11 +172,13 @@ class Lane:
             resumed_rows=resumed_rows,
             new_rows=new_rows,
             continued_rows=continued_rows,
+            settled_seq_ids=[seq.seq_id for seq in draft.settled],
             patches=_patches(draft, continued_rows),
             seals=self.kv.new_seals,
             ops=_block_ops(draft),
         )
-        self.in_flight.append(PlannedStep(self.last_step_id, draft.rows))
+        epochs = [seq.seq_epoch for seq in draft.settled]
+        self.in_flight.append(PlannedStep(self.last_step_id, draft.rows, draft.settled, epochs))
         self.kv.pool.release(draft.copied_blocks(), self.last_step_id)
         self.finished_seq_ids, self.kv.new_seals, self.restart = [], [], False
         return plan

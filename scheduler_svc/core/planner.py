@@ -63,7 +63,6 @@ class StepPlanner:
             growth = self._grow(seq)
             if growth is not None:
                 draft.add_row(seq, 1, growth)
-                seq.num_in_flight_tokens += 1
 
     def _grow(self, seq: Seq) -> Growth | None:
         """Get `seq` room for one more token, preempting the newest rows if need be; None: it sits this step out."""
@@ -110,7 +109,6 @@ class StepPlanner:
         self._state.counters.prompt_tokens += min(num_tokens, max(0, seq.num_prompt_tokens - seq.num_computed_tokens))
         self.draft.add_row(seq, num_tokens, growth)
         if seq.num_computed_tokens == len(seq.token_ids):
-            seq.num_in_flight_tokens = 1
             del lane.prefilling[seq.seq_id]
             lane.decoding[seq.seq_id] = seq
             self._fork_unforked(seq)

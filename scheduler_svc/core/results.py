@@ -5,7 +5,7 @@ from scheduler_svc.core.lane import Lane, PlannedStep
 from scheduler_svc.core.losses import fail_row, fail_step
 from scheduler_svc.core.publication import publish_sealed
 from scheduler_svc.core.state import State
-from scheduler_svc.core.types import SampledRow, StepResult, StepStatus, TokenRun
+from scheduler_svc.core.types import SampledRows, StepResult, StepStatus, TokenRun
 
 
 def apply_result(state: State, lane: Lane, result: StepResult) -> list[TokenRun]:
@@ -17,9 +17,7 @@ def apply_result(state: State, lane: Lane, result: StepResult) -> list[TokenRun]
         for failed in result.failed_rows:
             runs += fail_row(state, lane, failed)
         _seal(state, lane, step)
-        new_runs = [run for sampled in result.sampled if (run := _take_tokens(state, sampled)) is not None]
-        state.counters.output_tokens += sum([len(run.token_ids) for run in new_runs])
-        runs += new_runs
+        runs += _take_tokens(state, result.sampled)
     elif result.status is StepStatus.FAILED:
         runs = fail_step(state, lane, step, result.error)
     lane.kv.pool.end_quarantine(step.step_id)
@@ -28,7 +26,10 @@ def apply_result(state: State, lane: Lane, result: StepResult) -> list[TokenRun]
 
 
 def _seal(state: State, lane: Lane, step: PlannedStep) -> None:
-    """Seal the blocks that a step filled. Before the step's tokens are taken: all tokens it wrote are known."""
+    """Seal the blocks that a step filled; settled rows fill none.
+
+    Before the step's tokens are taken: all tokens it wrote are known.
+    """
     if not state.config.enable_prefix_caching:
         return
     block_size = lane.kv.block_size
@@ -37,25 +38,17 @@ def _seal(state: State, lane: Lane, step: PlannedStep) -> None:
             lane.kv.commit(seq, num_computed_tokens)
 
 
-def _take_tokens(state: State, sampled: SampledRow) -> TokenRun | None:
-    """Append sampled tokens to their sequence, up to the one that ends it."""
-    seq_id, seq_epoch, token_ids, logprobs = sampled
-    seq = state.seqs.get(seq_id)
-    if seq is None or seq.seq_epoch != seq_epoch:
-        return None
-    first_token_idx = len(seq.token_ids) - seq.num_prompt_tokens
-    reason = None
-    for num_taken, token_id in enumerate(token_ids, 1):
-        seq.token_ids.append(token_id)
-        reason = seq.finish_reason()
-        if reason is not None:
-            token_ids, logprobs = token_ids[:num_taken], logprobs[:num_taken]
-            break
-    seq.num_in_flight_tokens -= 1
-    seq.num_losses = 0
-    if logprobs:
-        seq.logprobs += logprobs
-    run = seq.run(first_token_idx, token_ids, logprobs)
-    if reason is None:
-        return run
-    return run._replace(finish_reason=reason, usage=end(state, seq, reason).usage)
+def _take_tokens(state: State, sampled: SampledRows) -> list[TokenRun]:
+    """Append sampled tokens to their sequences; returns what is new of each."""
+    runs: list[TokenRun] = []
+    seqs = state.seqs
+    for seq_id, seq_epoch, token_ids, logprobs in sampled.rows():
+        seq = seqs.get(seq_id)
+        if seq is None or seq.seq_epoch != seq_epoch:
+            continue
+        run = seq.take(token_ids, logprobs)
+        if run.finish_reason is not None:
+            run = run._replace(usage=end(state, seq, run.finish_reason).usage)
+        runs.append(run)
+    state.counters.output_tokens += sum([len(run.token_ids) for run in runs])
+    return runs

@@ -102,7 +102,7 @@ class Scheduler:
         planner = StepPlanner(self._state, lane, now_ms)
         planner.plan()
         withdraw_evicted(self._state, lane)
-        if not planner.draft.rows and (lane.in_flight or not lane.has_news()):
+        if planner.draft.is_empty and (lane.in_flight or not lane.has_news()):
             return None, planner.runs
         self._state.counters.steps += 1
         return lane.finish(planner.draft), planner.runs

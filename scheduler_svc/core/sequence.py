@@ -78,10 +78,9 @@ class Seq:
     table: list[Block] = field(default_factory=list)
     num_reserved_blocks: int = 0  # promised at admission, not yet allocated
     num_computed_tokens: int = 0
-    num_in_flight_tokens: int = 0
     num_sealed_blocks: int = 0
-    # Below this many computed tokens a decode asks nothing of the table and does not end by length. It is what makes a
-    # row cheap between block borders; whoever shares the row's tail block sets it to 0.
+    # Below this many computed tokens a decode asks nothing of the table, fills no block and does not end by length. It
+    # is what makes a row cheap between block borders; whoever shares the row's tail block sets it to 0.
     settled_until_tokens: int = 0
     # What a worker's mirror has of it.
     worker_lane_id: LaneId | None = None
@@ -93,6 +92,11 @@ class Seq:
         """Output tokens that are known."""
         return len(self.token_ids) - self.num_prompt_tokens
 
+    @property
+    def num_in_flight_tokens(self) -> int:
+        """Output tokens that steps in flight will tell."""
+        return max(0, self.num_computed_tokens + 1 - len(self.token_ids))
+
     def block_hashes(self, block_size: int) -> list[BlockHash]:
         """Return the hashes of all full blocks of the known tokens. Do not change the list."""
         hashes = self._block_hashes
@@ -100,6 +104,36 @@ class Seq:
             parent = hashes[-1] if hashes else self.job.request.cache_root
             hashes.append(next_hash(parent, self.token_ids[start : start + block_size]))
         return hashes
+
+    def take(self, token_ids: TokenIds, logprobs: Sequence[Opaque]) -> TokenRun:
+        """Append sampled tokens, up to the one that ends the sequence; return them as a run, still without usage."""
+        known = self.token_ids
+        num_known = len(known)
+        known += token_ids
+        reason = None
+        if len(known) >= self.total_limit_tokens or not self.ending.stop_token_ids.isdisjoint(token_ids):
+            reason = self._cut_at_end(num_known)
+            num_taken = len(known) - num_known
+            token_ids, logprobs = token_ids[:num_taken], logprobs[:num_taken]
+        if logprobs:
+            self.logprobs += logprobs
+        self.num_losses = 0
+        # Past the named tuple's own constructor: that is a Python function, and takes more than twice as long.
+        first_token_idx = num_known - self.num_prompt_tokens
+        request_id = self.job.request.request_id
+        fields = (request_id, self.sequence_idx, first_token_idx, token_ids, logprobs, reason, None, None)
+        return tuple.__new__(TokenRun, fields)
+
+    def _cut_at_end(self, num_known_tokens: int) -> FinishReason | None:
+        """Drop what comes after the token that ends the sequence; return why it ends, if it does."""
+        new_token_ids = self.token_ids[num_known_tokens:]
+        del self.token_ids[num_known_tokens:]
+        for token_id in new_token_ids:
+            self.token_ids.append(token_id)
+            reason = self.finish_reason()
+            if reason is not None:
+                return reason
+        return None
 
     def finish_reason(self) -> FinishReason | None:
         """Return why the sequence ends with its last output token, or None."""
@@ -114,7 +148,7 @@ class Seq:
         self.lane_id = None
         self.table = []
         self.num_reserved_blocks = 0
-        self.num_computed_tokens = self.num_in_flight_tokens = self.num_sealed_blocks = self.settled_until_tokens = 0
+        self.num_computed_tokens = self.num_sealed_blocks = self.settled_until_tokens = 0
 
     def usage(self) -> Usage:
         """Return the sequence's token counts so far."""

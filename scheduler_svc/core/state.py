@@ -79,7 +79,7 @@ class State:
             lane.kv.check_integrity(lane.rows())
             assert lane.num_rows <= lane.max_num_seqs
             for seq in lane.decoding.values():
-                assert seq.num_computed_tokens in (
-                    len(seq.token_ids) + seq.num_in_flight_tokens - 1,
-                    len(seq.token_ids) - 1,
+                num_ahead = seq.num_computed_tokens + 1 - len(seq.token_ids)
+                assert 0 <= num_ahead <= len(lane.in_flight), (
+                    "a decoding row is one token ahead for each step in flight"
                 )

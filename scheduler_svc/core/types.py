@@ -3,14 +3,16 @@
 They mirror `protos/` without importing it. What the core never looks at (sampling parameters, logprobs) passes through
 as an opaque object. Times are milliseconds of the scheduler's own monotonic clock, handed in as arguments.
 
-Values are frozen dataclasses; the three that every row makes at every step (ContinuedRow, SampledRow, TokenRun) are
-named tuples, which cost a third of the time to make.
+Values are frozen dataclasses. What every row brings to every step is packed instead: lists of numbers (SampledRows,
+StepPlan.settled_seq_ids) and named tuples, which cost a third of a dataclass to make. With more objects for each row, a
+few hundred rows would wake the garbage collector at every step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple, NewType, Protocol
+from itertools import accumulate, pairwise, repeat
+from typing import NamedTuple, NewType, Protocol, TypeVar
 
 from protos.block_hash import BlockHash
 
@@ -23,6 +25,7 @@ Entry = NewType("Entry", int)  # block_id * 8 + format code
 
 TokenIds = Sequence[int]
 Opaque = object  # handed through unread
+_T = TypeVar("_T")
 
 
 class FinishReason(Enum):
@@ -110,13 +113,25 @@ class StepStatus(Enum):
     SKIPPED = "skipped"
 
 
-class SampledRow(NamedTuple):
-    """Tokens that a row sampled."""
+@dataclass(frozen=True, slots=True)
+class SampledRows:
+    """Tokens that rows sampled, as parallel arrays. It is checked where it is made: the arrays fit each other."""
 
-    seq_id: SeqId
-    seq_epoch: int
-    token_ids: TokenIds
-    logprobs: Sequence[Opaque] = ()  # parallel to token_ids, where asked for
+    seq_ids: Sequence[SeqId] = ()
+    seq_epochs: Sequence[int] = ()
+    token_ids: Sequence[int] = ()  # of all rows, in row order
+    nums_tokens: Sequence[int] = ()  # empty: one for every row
+    logprobs: Sequence[Opaque] = ()  # parallel to token_ids; empty: no row asked for them
+
+    def rows(self) -> Iterator[tuple[SeqId, int, TokenIds, Sequence[Opaque]]]:
+        """Return each row's sequence, its epoch, the tokens, and their logprobs or nothing."""
+        logprobs = self._by_row(self.logprobs) if self.logprobs else repeat(())
+        return zip(self.seq_ids, self.seq_epochs, self._by_row(self.token_ids), logprobs, strict=False)
+
+    def _by_row(self, values: Sequence[_T]) -> Iterator[Sequence[_T]]:
+        if not self.nums_tokens:
+            return zip(values, strict=True)
+        return (values[start:end] for start, end in pairwise(accumulate(self.nums_tokens, initial=0)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +150,7 @@ class StepResult:
     step_id: StepId
     status: StepStatus = StepStatus.OK
     error: str = ""
-    sampled: Sequence[SampledRow] = ()
+    sampled: SampledRows = field(default_factory=SampledRows)
     failed_rows: Sequence[FailedRow] = ()
     step_ms: float = 0.0
 
@@ -214,6 +229,7 @@ class StepPlan:
     resumed_rows: Sequence[ResumedRow]
     new_rows: Sequence[NewRow]
     continued_rows: Sequence[ContinuedRow]
+    settled_seq_ids: Sequence[SeqId]  # rows that go on with one token and nothing else: most rows of most steps
     patches: Sequence[EntryPatch]
     seals: Sequence[Seal]
     ops: BlockOps

@@ -19,9 +19,13 @@ class MemoryIndex:
     def publish(self, lane_id: LaneId, block_hashes: Sequence[BlockHash]) -> None:
         """Record that the lane holds these blocks; saying so twice changes nothing."""
         held = self._hashes_of.setdefault(lane_id, set())
+        held.update(block_hashes)
         for block_hash in block_hashes:
-            held.add(block_hash)
-            self._lanes_of.setdefault(block_hash, set()).add(lane_id)
+            holders = self._lanes_of.get(block_hash)
+            if holders is None:
+                self._lanes_of[block_hash] = {lane_id}
+            else:
+                holders.add(lane_id)
 
     def withdraw(self, lane_id: LaneId, block_hashes: Sequence[BlockHash]) -> None:
         """Record that the lane holds these blocks no more; unknown ones are ignored."""

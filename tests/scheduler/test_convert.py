@@ -25,7 +25,7 @@ from .fake_worker import EOS_TOKEN_ID, make_model
 
 def make_plan(**parts: object) -> StepPlan:
     empty: dict[str, object] = dict.fromkeys(
-        ("finished_seq_ids", "resumed_rows", "new_rows", "continued_rows", "patches", "seals"), ()
+        ("finished_seq_ids", "resumed_rows", "new_rows", "continued_rows", "settled_seq_ids", "patches", "seals"), ()
     )
     fields: dict[str, object] = {"step_id": StepId(1), "restart": False, "ops": BlockOps()}
     return StepPlan(**(fields | empty | parts))  # type: ignore[arg-type]
@@ -74,8 +74,8 @@ def test_delivered_is_by_index() -> None:
 
 
 def test_decode_step_is_its_rows_and_nothing_else() -> None:
-    rows = [ContinuedRow(SeqId(seq_id), 1) for seq_id in range(300, 308)]
-    request = convert.step_to_wire(make_plan(continued_rows=rows), lane_epoch=1)
+    seq_ids = [SeqId(seq_id) for seq_id in range(300, 308)]
+    request = convert.step_to_wire(make_plan(settled_seq_ids=seq_ids), lane_epoch=1)
     assert list(request.continued.seq_ids) == list(range(300, 308))
     assert not request.continued.num_scheduled_tokens
     assert not request.continued.num_new_entries
@@ -90,6 +90,7 @@ def test_step_carries_every_part() -> None:
         new_rows=[NewRow(SeqId(2), 1, (5, 6, 7), 3, [Entry(8)], 0, 3, 1, sampling)],
         resumed_rows=[ResumedRow(SeqId(3), 2, 9, [Entry(16), Entry(24)], 4, 5)],
         continued_rows=[ContinuedRow(SeqId(4), 1, (Entry(32),)), ContinuedRow(SeqId(5), 6)],
+        settled_seq_ids=[SeqId(6), SeqId(7)],
         patches=[EntryPatch(SeqId(4), 0, Entry(40))],
         seals=[Seal(Entry(48), BlockHash(b"h" * HASH_BYTES))],
         ops=BlockOps(zero=[Entry(32)], copy=[(Entry(48), Entry(40))]),
@@ -105,14 +106,14 @@ def test_step_carries_every_part() -> None:
     assert (resumed.seq_id, resumed.seq_epoch, resumed.num_tokens, list(resumed.entries)) == (3, 2, 9, [16, 24])
     assert (resumed.num_computed_tokens, resumed.num_scheduled_tokens) == (4, 5)
     continued = request.continued
-    assert (list(continued.seq_ids), list(continued.num_scheduled_tokens)) == ([4, 5], [1, 6])
-    assert (list(continued.num_new_entries), list(continued.new_entries)) == ([1, 0], [32])
+    assert (list(continued.seq_ids), list(continued.num_scheduled_tokens)) == ([4, 5, 6, 7], [1, 6, 1, 1])
+    assert (list(continued.num_new_entries), list(continued.new_entries)) == ([1, 0, 0, 0], [32])
     patches = request.patches
     assert (list(patches.seq_ids), list(patches.block_idxs), list(patches.entries)) == ([4], [0], [40])
     assert list(request.ops.zero_entries) == [32]
     assert (list(request.ops.copy_src_entries), list(request.ops.copy_dst_entries)) == ([48], [40])
     assert convert.seals_from_wire(request.seals) == plan.seals
-    assert convert.num_scheduled_tokens(plan) == 3 + 5 + 1 + 6
+    assert convert.num_scheduled_tokens(plan) == 3 + 5 + 1 + 6 + 2
 
 
 def test_result_is_cut_into_rows() -> None:
@@ -127,7 +128,7 @@ def test_result_is_cut_into_rows() -> None:
     result.failed_rows.add(seq_id=5, seq_epoch=1, error="nan")
     converted = convert.step_result_from_wire(result)
     assert (converted.step_id, converted.status, converted.step_ms) == (3, StepStatus.OK, 1.5)
-    first, second = converted.sampled
+    first, second = converted.sampled.rows()
     assert first == (1, 0, [7, 8], [-1.0, -2.0])
     assert second == (2, 4, [9], [alternatives])
     assert [(row.seq_id, row.seq_epoch, row.error) for row in converted.failed_rows] == [(5, 1, "nan")]

@@ -11,7 +11,7 @@ from scheduler_svc.core.types import (
     Entry,
     NewRow,
     ResumedRow,
-    SampledRow,
+    SampledRows,
     SeqId,
     StepPlan,
     StepResult,
@@ -78,14 +78,18 @@ class FakeWorker:
             for seq_id in scheduled[: len(scheduled) // 2]:
                 self._forward(self.rows[seq_id])
             return StepResult(plan.step_id, StepStatus.FAILED, error="device on fire")
-        sampled = []
+        sampled: list[SeqId] = []
         for seq_id in scheduled:
             row = self.rows[seq_id]
             prefix = self._forward(row)
             if row.num_computed_tokens == len(row.token_ids):
                 row.token_ids.append(next_token(prefix, row.seed, row.sequence_idx))
-                sampled.append(SampledRow(seq_id, row.seq_epoch, (row.token_ids[-1],)))
-        return StepResult(plan.step_id, sampled=sampled)
+                sampled.append(seq_id)
+        rows = [self.rows[seq_id] for seq_id in sampled]
+        return StepResult(
+            plan.step_id,
+            sampled=SampledRows(sampled, [row.seq_epoch for row in rows], [row.token_ids[-1] for row in rows]),
+        )
 
     def _update_mirror(self, plan: StepPlan) -> list[SeqId]:
         for seq_id in plan.finished_seq_ids:
@@ -100,8 +104,10 @@ class FakeWorker:
             row = self.rows[continued.seq_id]
             row.entries += continued.new_entries
             row.num_scheduled_tokens = continued.num_scheduled_tokens
+        for seq_id in plan.settled_seq_ids:
+            self.rows[seq_id].num_scheduled_tokens = 1
         groups = (plan.resumed_rows, plan.new_rows, plan.continued_rows)
-        scheduled = [row.seq_id for group in groups for row in group]
+        scheduled = [*(row.seq_id for group in groups for row in group), *plan.settled_seq_ids]
         assert len(set(scheduled)) == len(scheduled), "a row is scheduled twice"
         return scheduled
 

@@ -1,7 +1,7 @@
 """What a step carries: chunks, decodes, what is left out, places given up; static batches."""
 
 from scheduler_svc.core.policy import SchedulingPolicy
-from scheduler_svc.core.types import FinishReason, LaneId
+from scheduler_svc.core.types import FinishReason, LaneId, SampledRows, SeqId, StepId, StepResult
 from tests.scheduler.core.helpers import entries, expected_of, make_cell, make_request, make_spec, plan
 
 
@@ -59,6 +59,18 @@ def test_min_tokens_outlasts_a_stop_token() -> None:
     cell.submit(make_request("a", range(4), max_tokens=9, stops=[text[0]], min_tokens=9))
     cell.run_to_end()
     assert cell.output("a") == text
+
+
+def test_of_several_tokens_those_after_the_end_are_dropped() -> None:
+    cell = make_cell()
+    cell.submit(make_request("a", range(4), max_tokens=9, stops=[8]))
+    cell.submit(make_request("b", range(20, 24), max_tokens=3))
+    plan(cell)
+    sampled = SampledRows([SeqId(1), SeqId(2)], [0, 0], [7, 8, 9, 9, 9, 9, 9], [3, 4])
+    cell.take(cell.scheduler.apply(LaneId("w0"), StepResult(StepId(1), sampled=sampled)))
+    assert (cell.output("a"), cell.end("a").finish_reason) == ([7, 8], FinishReason.STOP)
+    assert (cell.output("b"), cell.end("b").finish_reason) == ([9, 9, 9], FinishReason.LENGTH)
+    assert cell.scheduler.counters.output_tokens == 5
 
 
 def test_places_given_up_wait_for_the_steps_in_flight() -> None:

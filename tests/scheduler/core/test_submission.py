@@ -7,7 +7,7 @@ from scheduler_svc.core.types import (
     ErrorCode,
     FinishReason,
     LaneId,
-    SampledRow,
+    SampledRows,
     SchedulerError,
     SeqId,
     StepId,
@@ -113,10 +113,10 @@ def test_logprobs_of_a_request_that_was_submitted_again_stay_with_their_tokens()
     text = expected_of(make_request("a", range(6), max_tokens=8))
     cell.submit(make_request("a", range(6), max_tokens=8, delivered={0: Delivered(text[:3])}))
     plan(cell)
-    row = SampledRow(SeqId(1), 0, text[3:4], ["logprob of the fourth"])
-    cell.scheduler.apply(LaneId("w0"), StepResult(StepId(1), sampled=[row]))
+    sampled = SampledRows([SeqId(1)], [0], text[3:4], logprobs=["logprob of the fourth"])
+    cell.scheduler.apply(LaneId("w0"), StepResult(StepId(1), sampled=sampled))
     runs = cell.scheduler.submit(make_request("a", range(6), delivered={0: Delivered(text[:3])}))
-    assert [(run.first_token_idx, run.token_ids, run.logprobs) for run in runs] == [(3, text[3:4], row.logprobs)]
+    assert [(run.first_token_idx, run.token_ids, run.logprobs) for run in runs] == [(3, text[3:4], sampled.logprobs)]
 
 
 def test_a_request_whose_end_was_not_delivered_ends_at_once() -> None:
