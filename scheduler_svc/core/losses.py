@@ -5,7 +5,7 @@ from scheduler_svc.core.lane import Lane, PlannedStep
 from scheduler_svc.core.policy import forget_passes
 from scheduler_svc.core.sequence import Seq
 from scheduler_svc.core.state import State
-from scheduler_svc.core.types import ErrorCode, FailedRow, FinishReason, LaneId, SchedulerError, TokenRun
+from scheduler_svc.core.types import ErrorCode, FailedRow, FinishReason, LaneId, SchedulerError, SeqId, TokenRun
 
 MAX_LOSSES = 3  # a sequence lost so often without a new token is taken for the cause
 
@@ -20,7 +20,7 @@ def drop_lane(state: State, lane_id: LaneId) -> list[TokenRun]:
         return []
     state.counters.worker_losses += 1
     state.index.drop_lane(lane_id)
-    lost = {seq_id for step in lane.in_flight for seq_id in step.live_seq_ids()}
+    lost = _rows_at_stake(lane, {seq_id for step in lane.in_flight for seq_id in step.live_seq_ids()})
     runs = []
     for seq in lane.rows():
         runs += _requeue(state, lane, seq, is_lost=seq.seq_id in lost)
@@ -33,7 +33,7 @@ def fail_step(state: State, lane: Lane, step: PlannedStep, error: str) -> list[T
 
     The worker skips what is in flight and begins the restart without rows.
     """
-    lost = step.live_seq_ids()
+    lost = _rows_at_stake(lane, step.live_seq_ids())
     runs = []
     for seq in lane.rows():
         runs += _requeue(state, lane, seq, is_lost=seq.seq_id in lost, error=error)
@@ -53,6 +53,12 @@ def fail_row(state: State, lane: Lane, row: FailedRow) -> list[TokenRun]:
         if seq.lane_id == lane.lane_id:
             runs += _requeue(state, lane, seq, is_lost=False)
     return runs
+
+
+def _rows_at_stake(lane: Lane, seq_ids: set[SeqId]) -> set[SeqId]:
+    """Return which rows were being computed: those named, and those forked from a prompt that still was."""
+    prompts = {seq.job for seq in lane.rows() if seq.seq_id in seq_ids and not seq.num_output_tokens}
+    return seq_ids | {seq.seq_id for seq in lane.rows() if seq.job in prompts and not seq.num_output_tokens}
 
 
 def _requeue(state: State, lane: Lane, seq: Seq, *, is_lost: bool, error: str = "") -> list[TokenRun]:

@@ -1,5 +1,7 @@
 """Lanes, steps and rows are lost; sequences start over, but not for ever."""
 
+import pytest
+
 from scheduler_svc.core.types import ErrorCode, FinishReason
 from tests.scheduler.core.helpers import make_cell, make_request, make_spec, plan
 
@@ -44,9 +46,10 @@ def test_a_failed_step_starts_its_rows_over() -> None:
     cell.check_texts()
 
 
-def test_a_prompt_lost_three_times_ends_all_that_wait_for_it() -> None:
+@pytest.mark.parametrize("num_tokens", [20, 4])  # computed in two steps, so that nobody has forked yet, and in one
+def test_a_prompt_lost_three_times_ends_all_samples_of_it(num_tokens: int) -> None:
     cell = make_cell()
-    cell.submit(make_request("poison", range(4), n=3, max_tokens=1))
+    cell.submit(make_request("poison", range(num_tokens), n=3))
     for number in range(1, 4):
         cell.plan(f"w{number - 1}")
         cell.drop_lane(f"w{number - 1}")
@@ -57,7 +60,7 @@ def test_a_prompt_lost_three_times_ends_all_that_wait_for_it() -> None:
 
 def test_the_next_leader_inherits_the_losses_of_the_prompt() -> None:
     cell = make_cell()
-    cell.submit(make_request("poison", range(4), n=2, max_tokens=1))
+    cell.submit(make_request("poison", range(20), n=2))
     for number in range(1, 4):
         if number == 3:
             cell.abort("poison", 0)
