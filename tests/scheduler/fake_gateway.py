@@ -46,6 +46,7 @@ class FakeGateway:
         self.outputs: dict[tuple[str, int], Output] = {}
         self.num_messages = 0
         self.num_empty_messages = 0
+        self.num_token_messages = 0
         self.num_gaps = 0
         self.mistakes: list[str] = []
         self._submitted_ids: set[str] = set()
@@ -149,6 +150,7 @@ class FakeGateway:
             while (message := await stream.read()) is not grpc.aio.EOF:
                 self.num_messages += 1
                 self.num_empty_messages += not message.runs
+                self.num_token_messages += any(run.token_ids for run in message.runs)
                 for run in message.runs:
                     self._keep(run)
         except grpc.aio.AioRpcError:
