@@ -14,7 +14,7 @@ GENERATED := $(foreach stem,common scheduler worker,protos/$(stem)_pb2.py protos
 # Where `make protos` writes; `make check` writes elsewhere and compares.
 PROTO_OUT := .
 
-.PHONY: help serve test check lint types protos protos-fresh bench clean
+.PHONY: help serve test redis-server check lint types protos protos-fresh bench clean
 
 help:
 	@echo "make serve   install, then serve the bundled model on http://localhost:8000 (flags: ARGS=\"--port 9000\")"
@@ -27,8 +27,12 @@ help:
 serve: $(VENV)/.installed-serve
 	@exec $(BIN)/quire serve $(ARGS)
 
-test: $(VENV)/.installed-dev
+test: $(VENV)/.installed-dev redis-server
 	$(BIN)/python -m pytest $(ARGS)
+
+# Tests of the shared prefix index run against real servers.
+redis-server:
+	@tests/require-redis.sh
 
 check: lint types protos-fresh
 	$(BIN)/python -m pytest tests/test_imports.py

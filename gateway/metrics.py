@@ -115,6 +115,8 @@ class CellCollector(Collector):
         yield self._gauge("quire_workers", "Workers that can serve.", len(stats.lanes))
         yield self._gauge("quire_scheduler_uptime_seconds", "Since the scheduler started.", stats.uptime_ms / 1000)
         yield from _lane_metrics(stats.lanes)
+        if stats.HasField("shared_index"):
+            yield from self._shared_index(stats.shared_index)
 
     def _totals(self, stats: scheduler_pb2.CellStats) -> Iterator[Metric]:
         for name, text, value in (
@@ -132,6 +134,27 @@ class CellCollector(Collector):
             ("quire_worker_losses", "Workers that were lost.", stats.num_worker_losses_total),
         ):
             metric = CounterMetricFamily(name, text, labels=["model_name"])
+            metric.add_metric([self.model_name], value)
+            yield metric
+
+    def _shared_index(self, index: scheduler_pb2.SharedIndexStats) -> Iterator[Metric]:
+        """Yield the metrics of the prefix index in Redis; there are none where none is configured."""
+        name = "quire_prefix_index"
+        yield self._gauge(f"{name}_up", "1 when Redis answers and takes writes.", float(index.up))
+        yield self._gauge(f"{name}_live_workers", "Workers of all cells.", index.num_live_instances)
+        yield self._gauge(f"{name}_live_cells", "Cells that share the index.", index.num_live_cells)
+        yield self._gauge(f"{name}_pending_writes", "Blocks still to be written.", index.num_pending_writes)
+        for suffix, text, value in (
+            ("writes", "Blocks written.", index.num_writes_total),
+            ("republishes", "Times that every block was published again.", index.num_republishes_total),
+            ("outages", "Times that Redis failed.", index.num_outages_total),
+            ("lookups", "Look-ups of waiting requests.", index.num_lookups_total),
+            ("failed_lookups", "Look-ups without an answer in time.", index.num_failed_lookups_total),
+            ("lookup_seconds", "Time that look-ups took.", index.lookup_ms_total / 1000),
+            ("longer_elsewhere", "Look-ups that found more in another cell.", index.num_longer_elsewhere_total),
+            ("stale_hints", "Claims that were false, or a dead worker's.", index.num_stale_hints_total),
+        ):
+            metric = CounterMetricFamily(f"{name}_{suffix}", text, labels=["model_name"])
             metric.add_metric([self.model_name], value)
             yield metric
 

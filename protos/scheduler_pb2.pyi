@@ -538,6 +538,7 @@ class CellStats(_message.Message):
     NUM_WORKER_LOSSES_TOTAL_FIELD_NUMBER: _builtins.int
     UPTIME_MS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    SHARED_INDEX_FIELD_NUMBER: _builtins.int
     num_waiting_seqs: _builtins.int
     num_running_seqs: _builtins.int
     prefix_cache_queries_total: _builtins.int
@@ -555,6 +556,10 @@ class CellStats(_message.Message):
     draining: _builtins.bool
     @_builtins.property
     def lanes(self) -> _containers.RepeatedCompositeFieldContainer[Global___LaneStats]: ...
+    @_builtins.property
+    def shared_index(self) -> Global___SharedIndexStats:
+        """absent: no Redis is configured"""
+
     def __init__(
         self,
         *,
@@ -571,14 +576,79 @@ class CellStats(_message.Message):
         num_worker_losses_total: _builtins.int = ...,
         uptime_ms: _builtins.int = ...,
         draining: _builtins.bool = ...,
+        shared_index: Global___SharedIndexStats | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["shared_index", b"shared_index"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "lanes", b"lanes", "num_evicted_blocks_total", b"num_evicted_blocks_total", "num_output_tokens_total", b"num_output_tokens_total", "num_preemptions_total", b"num_preemptions_total", "num_prompt_tokens_total", b"num_prompt_tokens_total", "num_running_seqs", b"num_running_seqs", "num_steps_total", b"num_steps_total", "num_waiting_seqs", b"num_waiting_seqs", "num_worker_losses_total", b"num_worker_losses_total", "prefix_cache_hits_total", b"prefix_cache_hits_total", "prefix_cache_queries_total", b"prefix_cache_queries_total", "uptime_ms", b"uptime_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "lanes", b"lanes", "num_evicted_blocks_total", b"num_evicted_blocks_total", "num_output_tokens_total", b"num_output_tokens_total", "num_preemptions_total", b"num_preemptions_total", "num_prompt_tokens_total", b"num_prompt_tokens_total", "num_running_seqs", b"num_running_seqs", "num_steps_total", b"num_steps_total", "num_waiting_seqs", b"num_waiting_seqs", "num_worker_losses_total", b"num_worker_losses_total", "prefix_cache_hits_total", b"prefix_cache_hits_total", "prefix_cache_queries_total", b"prefix_cache_queries_total", "shared_index", b"shared_index", "uptime_ms", b"uptime_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CellStats: _TypeAlias = CellStats  # noqa: Y015
+
+@_typing.final
+class SharedIndexStats(_message.Message):
+    """The prefix index that cells share in Redis, as this cell sees it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UP_FIELD_NUMBER: _builtins.int
+    NUM_LIVE_INSTANCES_FIELD_NUMBER: _builtins.int
+    NUM_LIVE_CELLS_FIELD_NUMBER: _builtins.int
+    NUM_PENDING_WRITES_FIELD_NUMBER: _builtins.int
+    NUM_WRITES_TOTAL_FIELD_NUMBER: _builtins.int
+    NUM_REPUBLISHES_TOTAL_FIELD_NUMBER: _builtins.int
+    NUM_OUTAGES_TOTAL_FIELD_NUMBER: _builtins.int
+    NUM_LOOKUPS_TOTAL_FIELD_NUMBER: _builtins.int
+    NUM_FAILED_LOOKUPS_TOTAL_FIELD_NUMBER: _builtins.int
+    LOOKUP_MS_TOTAL_FIELD_NUMBER: _builtins.int
+    NUM_LONGER_ELSEWHERE_TOTAL_FIELD_NUMBER: _builtins.int
+    NUM_STALE_HINTS_TOTAL_FIELD_NUMBER: _builtins.int
+    up: _builtins.bool
+    """Redis answers and takes writes"""
+    num_live_instances: _builtins.int
+    """workers of all cells"""
+    num_live_cells: _builtins.int
+    num_pending_writes: _builtins.int
+    """blocks of which Redis is still to be told, or told again"""
+    num_writes_total: _builtins.int
+    """blocks of which it was told"""
+    num_republishes_total: _builtins.int
+    """everything was published again: after an outage, or a flush"""
+    num_outages_total: _builtins.int
+    num_lookups_total: _builtins.int
+    """of waiting requests, while another cell lives"""
+    num_failed_lookups_total: _builtins.int
+    """of these, without an answer in time"""
+    lookup_ms_total: _builtins.float
+    """of all look-ups together"""
+    num_longer_elsewhere_total: _builtins.int
+    """look-ups by which another cell holds more of the prefix"""
+    num_stale_hints_total: _builtins.int
+    """claims that were false, or a dead worker's"""
+    def __init__(
+        self,
+        *,
+        up: _builtins.bool = ...,
+        num_live_instances: _builtins.int = ...,
+        num_live_cells: _builtins.int = ...,
+        num_pending_writes: _builtins.int = ...,
+        num_writes_total: _builtins.int = ...,
+        num_republishes_total: _builtins.int = ...,
+        num_outages_total: _builtins.int = ...,
+        num_lookups_total: _builtins.int = ...,
+        num_failed_lookups_total: _builtins.int = ...,
+        lookup_ms_total: _builtins.float = ...,
+        num_longer_elsewhere_total: _builtins.int = ...,
+        num_stale_hints_total: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lookup_ms_total", b"lookup_ms_total", "num_failed_lookups_total", b"num_failed_lookups_total", "num_live_cells", b"num_live_cells", "num_live_instances", b"num_live_instances", "num_longer_elsewhere_total", b"num_longer_elsewhere_total", "num_lookups_total", b"num_lookups_total", "num_outages_total", b"num_outages_total", "num_pending_writes", b"num_pending_writes", "num_republishes_total", b"num_republishes_total", "num_stale_hints_total", b"num_stale_hints_total", "num_writes_total", b"num_writes_total", "up", b"up"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SharedIndexStats: _TypeAlias = SharedIndexStats  # noqa: Y015
 
 @_typing.final
 class LaneStats(_message.Message):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from protos import common_pb2
+from protos.block_hash import BlockHash
 from scheduler_svc.core.policy import SchedulingPolicy
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.state import SchedulerConfig
@@ -28,16 +29,25 @@ from scheduler_svc.core.types import (
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.timing import Clock
 
+LookElsewhere = Callable[[Sequence[BlockHash]], None]
 Route = Callable[[Sequence[TokenRun]], None]
 
 
 class Cell:
     """One scheduler with its workers.
 
-    Whatever the core returns for clients goes to `route`; whatever gives lanes work wakes them.
+    Whatever the core returns for clients goes to `route`; whatever gives lanes work wakes them. `look_elsewhere` gets
+    the block hashes of each new request.
     """
 
-    def __init__(self, settings: SchedulerSettings, index: PrefixIndex, clock: Clock, route: Route) -> None:
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        index: PrefixIndex,
+        clock: Clock,
+        route: Route,
+        look_elsewhere: LookElsewhere | None = None,
+    ) -> None:
         self.settings = settings
         self.model: common_pb2.ModelInfo | None = None  # that of the first worker, once one has registered
         self.core = Scheduler(
@@ -53,12 +63,17 @@ class Cell:
         self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self._clock = clock
         self._route = route
+        self._look_elsewhere = look_elsewhere
         self._wake_by_lane: dict[LaneId, Callable[[], None]] = {}
 
     @property
     def num_lanes(self) -> int:
         """Live lanes."""
         return len(self._wake_by_lane)
+
+    def loads(self) -> dict[LaneId, int]:
+        """Return the live lanes and the sequences that run on each."""
+        return {lane_id: self.core.num_rows(lane_id) for lane_id in self._wake_by_lane}
 
     def add_lane(self, lane_id: LaneId, spec: LaneSpec, seals: Iterable[Seal], wake: Callable[[], None]) -> None:
         """Make a lane live with the blocks that its worker holds; `wake` is called whenever it may have work."""
@@ -79,6 +94,8 @@ class Cell:
         """Queue a request, or attach to a known one again; raises SchedulerError."""
         with self._guarded():
             runs = self.core.submit(request)
+            if self._look_elsewhere is not None and self.model is not None:
+                self._look_elsewhere(self.core.block_hashes(request.request_id, self.model.block_size))
         self._take(runs)
 
     def abort(

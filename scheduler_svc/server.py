@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import socket
+from typing import TYPE_CHECKING
 
 import grpc.aio
 
@@ -13,13 +14,17 @@ from scheduler_svc.cell import Cell
 from scheduler_svc.core.types import ErrorCode, SchedulerError
 from scheduler_svc.errors import ShuttingDownError
 from scheduler_svc.index.memory import MemoryIndex
+from scheduler_svc.index.redis_url import parse_redis_url
 from scheduler_svc.ownership import Ownership
 from scheduler_svc.registry import Registry
 from scheduler_svc.service import SchedulerService
 from scheduler_svc.session import SessionHub
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.stats import cell_stats
-from scheduler_svc.timing import Clock, Timing, monotonic_ms
+from scheduler_svc.timing import Clock, IndexTiming, Timing, monotonic_ms
+
+if TYPE_CHECKING:
+    from scheduler_svc.index.redis import RedisIndex
 
 logger = logging.getLogger(__name__)
 
@@ -33,14 +38,29 @@ class CannotListenError(Exception):
 class SchedulerServer:
     """One scheduler. Create it inside a running event loop; then `start`, at last `drain` (where wanted) and `stop`."""
 
-    def __init__(self, settings: SchedulerSettings, timing: Timing | None = None, clock: Clock = monotonic_ms) -> None:
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        timing: Timing | None = None,
+        clock: Clock = monotonic_ms,
+        index_timing: IndexTiming | None = None,
+    ) -> None:
         require_token_beyond_loopback(settings.host, settings.cluster_token)
         self._settings = settings
         self._timing = timing or Timing()
         self._clock = clock
         self._started_ms = clock()
         ownership = Ownership()
-        self.cell = Cell(settings, MemoryIndex(), clock, ownership.route)
+        self.shared_index = self._make_shared_index(index_timing or IndexTiming())
+        self.cell = Cell(
+            settings,
+            self.shared_index or MemoryIndex(),
+            clock,
+            ownership.route,
+            look_elsewhere=self.shared_index.look_elsewhere
+            if self.shared_index and settings.enable_prefix_caching
+            else None,
+        )
         self.hub = SessionHub(self.cell, ownership, self._timing, clock)
         self.registry = Registry(self.cell, self._timing, clock, on_model=self.hub.submit_held)
         self._service = SchedulerService(self.cell, self.hub, self.registry, self.figures, self._timing, clock)
@@ -65,6 +85,8 @@ class SchedulerServer:
             reason = str(error.strerror if isinstance(error, OSError) else error).partition(" (while")[0]
             raise CannotListenError(f"cannot listen on {shown_host}:{port}: {reason}") from error
         await self._server.start()
+        if self.shared_index is not None:
+            self.shared_index.start(self._settings.cell_name or f"{socket.gethostname()}:{port}")
         self._ticker = asyncio.create_task(self._tick())
         return f"{shown_host}:{port}"
 
@@ -91,6 +113,8 @@ class SchedulerServer:
         self._service.stop_watches()
         await self._server.stop(_STOP_GRACE_SECONDS)
         await self.registry.close()
+        if self.shared_index is not None:
+            await self.shared_index.stop()
 
     def figures(self) -> scheduler_pb2.CellStats:
         """Return the cell's figures of the moment."""
@@ -100,7 +124,16 @@ class SchedulerServer:
             num_held_seqs=self.hub.num_held_seqs,
             uptime_ms=self._clock() - self._started_ms,
             is_draining=self.hub.is_draining,
+            shared_index=self.shared_index,
         )
+
+    def _make_shared_index(self, timing: IndexTiming) -> "RedisIndex | None":
+        if not self._settings.redis_url:
+            return None
+        from scheduler_svc.index.redis import RedisIndex  # its client takes half a second to load
+
+        # The cell is made after its index.
+        return RedisIndex(parse_redis_url(self._settings.redis_url), lambda: self.cell.loads(), self._clock, timing)
 
     async def _tick(self) -> None:
         """Look at all timers again and again. After a stall of this loop they start anew before anybody is judged."""

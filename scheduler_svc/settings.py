@@ -2,10 +2,11 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from protos.settings import ServiceSettings
+from scheduler_svc.index.redis_url import parse_redis_url
 
 
 class SchedulerSettings(ServiceSettings):
@@ -43,8 +44,24 @@ class SchedulerSettings(ServiceSettings):
         default=True,
         description="reuse the KV of prompt prefixes that were computed before, instead of computing them again",
     )
+    redis_url: str = Field(
+        default="",
+        description="Redis in which cells tell one another which prefixes they hold: redis://, rediss://, unix://, "
+        "redis+sentinel:// or redis+cluster://; give it as a variable where it has a password; empty: none",
+    )
+    cell_name: str = Field(
+        default="",
+        description="name of this cell in Redis, the same after a restart; empty: this machine's and the port",
+    )
     scheduler_drain_seconds: float = Field(
         default=300.0,
         ge=0,
         description="seconds that running requests get to finish after SIGTERM; what is left then is ended",
     )
+
+    @field_validator("redis_url")
+    @classmethod
+    def _check_redis_url(cls, value: str) -> str:
+        if value:
+            parse_redis_url(value)
+        return value

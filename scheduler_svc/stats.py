@@ -1,14 +1,24 @@
 """The cell's figures as a message."""
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from protos import scheduler_pb2
 from scheduler_svc.cell import Cell
 from scheduler_svc.registry import Lane
 
+if TYPE_CHECKING:
+    from scheduler_svc.index.redis import RedisIndex
+
 
 def cell_stats(
-    cell: Cell, lanes: Iterable[Lane], *, num_held_seqs: int, uptime_ms: int, is_draining: bool
+    cell: Cell,
+    lanes: Iterable[Lane],
+    *,
+    num_held_seqs: int,
+    uptime_ms: int,
+    is_draining: bool,
+    shared_index: "RedisIndex | None",
 ) -> scheduler_pb2.CellStats:
     """Return what dashboards see of the cell: its live lanes, its queue, and totals since the scheduler's start."""
     counters = cell.core.counters
@@ -26,6 +36,25 @@ def cell_stats(
         num_worker_losses_total=counters.worker_losses,
         uptime_ms=uptime_ms,
         draining=is_draining,
+        shared_index=_shared_index_stats(shared_index) if shared_index is not None else None,
+    )
+
+
+def _shared_index_stats(index: "RedisIndex") -> scheduler_pb2.SharedIndexStats:
+    counters = index.counters
+    return scheduler_pb2.SharedIndexStats(
+        up=index.is_up,
+        num_live_instances=len(index.live),
+        num_live_cells=len({instance.cell_name for instance in index.live.values()}),
+        num_pending_writes=index.num_pending_writes,
+        num_writes_total=counters.writes,
+        num_republishes_total=counters.republishes,
+        num_outages_total=counters.outages,
+        num_lookups_total=counters.lookups,
+        num_failed_lookups_total=counters.failed_lookups,
+        lookup_ms_total=counters.lookup_ms,
+        num_longer_elsewhere_total=counters.longer_elsewhere,
+        num_stale_hints_total=counters.stale_hints,
     )
 
 

@@ -33,3 +33,19 @@ class Timing:
     unmeasured_step_deadline_ms: int = (
         300_000  # until a lane's first result there is no rate: its weights may be on disk
     )
+
+
+@dataclass(frozen=True, slots=True)
+class IndexTiming:
+    """How long the shared prefix index keeps and waits, in ms."""
+
+    beat_ms: int = 1000  # between two beats of the live set
+    live_ttl_ms: int = 5000  # an instance without a beat for so long is dead to readers
+    block_ttl_ms: int = 600_000  # a block's key without a word for so long is gone
+    renew_ms: int = 200_000  # between two renewals of all keys
+    write_pause_ms: int = 2  # between two batches of changes
+    sweep_pause_ms: int = 10  # between two batches of a renewal
+    lookup_ms: int = 20  # an answer to a look-up is of use within
+    answer_ms: int = 1000  # connecting, and any other answer, take at most
+    min_backoff_ms: int = 100  # after a failure; doubles with each further one
+    max_backoff_ms: int = 10_000

@@ -11,8 +11,9 @@ This module is what the shell calls. What happens is in `submission`, `planner`,
 which work on one `state`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+from protos.block_hash import BlockHash
 from scheduler_svc.core import ends, losses, results, submission
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.kv_manager import KVManager
@@ -89,6 +90,11 @@ class Scheduler:
         """Return the requests that have not ended."""
         return set(self._state.jobs)
 
+    def block_hashes(self, request_id: RequestId, block_size: int) -> Sequence[BlockHash]:
+        """Return the hashes of the full blocks that a request begins with; none of one that has ended."""
+        job = self._state.jobs.get(request_id)
+        return job.seqs[0].block_hashes(block_size) if job is not None else ()
+
     # ---- steps
 
     def plan(self, lane_id: LaneId, now_ms: int) -> tuple[StepPlan | None, list[TokenRun]]:
@@ -127,6 +133,10 @@ class Scheduler:
     def num_running_seqs(self) -> int:
         """Sequences that are rows of a lane."""
         return self._state.num_running_seqs
+
+    def num_rows(self, lane_id: LaneId) -> int:
+        """Return how many sequences run on a lane."""
+        return self._state.lanes[lane_id].num_rows
 
     def lane_stats(self, lane_id: LaneId) -> LaneStats:
         """Return a lane's figures."""

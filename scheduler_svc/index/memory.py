@@ -1,9 +1,12 @@
 """The prefix index of one cell, in the scheduler's own memory."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 
 from protos.block_hash import BlockHash
 from scheduler_svc.core.types import LaneId
+
+_NO_HOLDERS: frozenset[LaneId] = frozenset()
 
 
 class MemoryIndex:
@@ -15,6 +18,11 @@ class MemoryIndex:
     def __init__(self) -> None:
         self._lanes_of: dict[BlockHash, set[LaneId]] = {}
         self._hashes_of: dict[LaneId, set[BlockHash]] = {}
+
+    @property
+    def lane_ids(self) -> list[LaneId]:
+        """The lanes of which something was said."""
+        return list(self._hashes_of)
 
     def publish(self, lane_id: LaneId, block_hashes: Sequence[BlockHash]) -> None:
         """Record that the lane holds these blocks; saying so twice changes nothing."""
@@ -42,21 +50,39 @@ class MemoryIndex:
 
     def longest_prefix(self, block_hashes: Sequence[BlockHash]) -> dict[LaneId, int]:
         """Return, for each lane that holds the first hash, how many of the hashes it holds from the first on."""
-        if not block_hashes:
-            return {}
-        lengths: dict[LaneId, int] = {}
-        holding = set(self._lanes_of.get(block_hashes[0], ()))
-        for num_held, block_hash in enumerate(block_hashes):
-            holders = self._lanes_of.get(block_hash, set())
-            lengths.update((lane_id, num_held) for lane_id in holding - holders)
-            holding &= holders
-            if not holding:
-                return lengths
-        lengths.update((lane_id, len(block_hashes)) for lane_id in holding)
-        return lengths
+        return prefix_lengths(self._lanes_of.get(block_hash, _NO_HOLDERS) for block_hash in block_hashes)
+
+    def holds(self, lane_id: LaneId, block_hash: BlockHash) -> bool:
+        """Return whether the lane holds a block with this hash."""
+        return lane_id in self._lanes_of.get(block_hash, _NO_HOLDERS)
+
+    def hashes_of(self, lane_id: LaneId) -> list[BlockHash]:
+        """Return the hashes of all blocks that the lane holds now, in no order."""
+        return list(self._hashes_of.get(lane_id, ()))
+
+    def num_hashes_of(self, lane_id: LaneId) -> int:
+        """Return how many different hashes the lane's blocks have."""
+        return len(self._hashes_of.get(lane_id, ()))
 
     def _remove_holder(self, block_hash: BlockHash, lane_id: LaneId) -> None:
         holders = self._lanes_of[block_hash]
         holders.remove(lane_id)
         if not holders:
             del self._lanes_of[block_hash]
+
+
+def prefix_lengths(holders_of_blocks: Iterable[AbstractSet[LaneId]]) -> dict[LaneId, int]:
+    """Return how many blocks each lane holds from the first on, given the holders of each block, in order."""
+    lengths: dict[LaneId, int] = {}
+    holding: set[LaneId] | None = None
+    num_blocks = 0
+    for num_held, holders in enumerate(holders_of_blocks):
+        if holding is None:
+            holding = set(holders)
+        lengths.update((lane_id, num_held) for lane_id in holding - holders)
+        holding &= holders
+        num_blocks = num_held + 1
+        if not holding:
+            return lengths
+    lengths.update((lane_id, num_blocks) for lane_id in holding or ())
+    return lengths

@@ -60,6 +60,7 @@ def test_too_little_memory_names_what_is_needed() -> None:
         (("--block-size", "5"), "--block-size"),
         (("--tensor-parallel-size", "4"), "--tensor-parallel-size"),
         (("--no-such-flag",), "--no-such-flag"),
+        (("--redis-url", "cache:6379"), "--redis-url"),
     ],
 )
 def test_wrong_flag_is_named(flags: tuple[str, ...], names: str) -> None:

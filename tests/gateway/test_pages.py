@@ -95,6 +95,23 @@ async def test_metrics_of_the_cell_have_vllm_names(cell: Cell) -> None:
     assert ("quire_kv_blocks", {"worker": "a:1", "state": "referenced"}, 30.0) in list(samples(page))
 
 
+async def test_metrics_of_the_shared_index_are_shown_where_there_is_one(cell: Cell) -> None:
+    assert "quire_prefix_index" not in (await cell.http.get("/metrics")).text
+    index = scheduler_pb2.SharedIndexStats(
+        up=True, num_live_cells=2, num_pending_writes=5, num_writes_total=7, lookup_ms_total=1500, num_outages_total=1
+    )
+    cell.scheduler.stats = scheduler_pb2.CellStats(shared_index=index)
+    expected = {
+        "quire_prefix_index_up": 1,
+        "quire_prefix_index_live_cells": 2,
+        "quire_prefix_index_pending_writes": 5,
+        "quire_prefix_index_writes_total": 7,
+        "quire_prefix_index_lookup_seconds_total": 1.5,
+        "quire_prefix_index_outages_total": 1,
+    }
+    assert {name: await metric(cell, name) for name in expected} == expected
+
+
 async def test_metrics_count_requests_and_tokens(cell: Cell) -> None:
     token_ids = cell.ids("the quick")
     cell.answer("the quick")

@@ -8,7 +8,7 @@ import pytest
 
 from scheduler_svc.server import SchedulerServer
 from scheduler_svc.settings import SchedulerSettings
-from scheduler_svc.timing import Clock, Timing, monotonic_ms
+from scheduler_svc.timing import Clock, IndexTiming, Timing, monotonic_ms
 
 from .fake_gateway import FakeGateway
 from .fake_worker import FakeWorker
@@ -36,8 +36,14 @@ class LoopbackCell:
         self.gateways: list[FakeGateway] = []
         self.may_fail = False
 
-    async def start(self, timing: Timing = TIMING, clock: Clock = monotonic_ms, **settings: Any) -> "LoopbackCell":
-        self.server = SchedulerServer(SchedulerSettings(scheduler_port=0, **settings), timing, clock)
+    async def start(
+        self,
+        timing: Timing = TIMING,
+        clock: Clock = monotonic_ms,
+        index_timing: IndexTiming | None = None,
+        **settings: Any,
+    ) -> "LoopbackCell":
+        self.server = SchedulerServer(SchedulerSettings(scheduler_port=0, **settings), timing, clock, index_timing)
         self.address = await self.server.start()
         return self
 

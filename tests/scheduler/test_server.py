@@ -139,6 +139,7 @@ async def test_listening_beyond_this_machine_needs_a_token() -> None:
         (["--log-level", "loud"], "--log-level"),
         (["--no-such-flag"], "--no-such-flag"),
         (["--host", "0.0.0.0"], "--host"),
+        (["--redis-url", "cache:6379"], "--redis-url"),
     ],
 )
 def test_mistake_is_one_line_that_names_the_flag(

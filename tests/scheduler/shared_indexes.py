@@ -1,0 +1,58 @@
+"""Cells' shared indexes for tests: made, started and stopped."""
+
+from collections.abc import Mapping, Sequence
+
+from protos.block_hash import BlockHash
+from scheduler_svc.core.types import LaneId
+from scheduler_svc.index.redis import RedisIndex
+from scheduler_svc.index.redis_url import parse_redis_url
+from scheduler_svc.timing import IndexTiming, monotonic_ms
+
+from .conftest import until
+
+A, B, C = LaneId("a"), LaneId("b"), LaneId("c")
+
+# Beats and attempts come often, and nothing that is there is missed because the machine is busy.
+TIMING = IndexTiming(beat_ms=20, lookup_ms=5000, answer_ms=5000, sweep_pause_ms=1, min_backoff_ms=10, max_backoff_ms=40)
+
+
+def chain(name: str, num_blocks: int) -> list[BlockHash]:
+    return [BlockHash(f"{idx}-{name}".encode().ljust(32)) for idx in range(num_blocks)]
+
+
+class SharedIndexes:
+    """The indexes of several cells."""
+
+    def __init__(self) -> None:
+        self._indexes: list[RedisIndex] = []
+
+    def start(
+        self,
+        url: str,
+        cell_name: str = "cell-1",
+        loads: Mapping[LaneId, int] | None = None,
+        timing: IndexTiming = TIMING,
+    ) -> RedisIndex:
+        """Start a cell's index; its instances are those of `loads`, which may change later."""
+        loads = {A: 0} if loads is None else loads
+        index = RedisIndex(parse_redis_url(url), lambda: dict(loads), monotonic_ms, timing)
+        index.start(cell_name)
+        self._indexes.append(index)
+        return index
+
+    async def stop(self) -> None:
+        for index in self._indexes:
+            await index.stop()
+
+
+async def settled(index: RedisIndex) -> None:
+    """Return when Redis has been told everything that the index knows."""
+    await until(lambda: index.is_settled)
+
+
+async def seen_by(reader: RedisIndex, hashes: Sequence[BlockHash], live: Sequence[LaneId]) -> dict[LaneId, int]:
+    """Return what a reader finds once it knows that these instances live."""
+    await until(lambda: set(live) <= set(reader.live))
+    found = await reader.lookup(hashes)
+    assert found is not None
+    return found
