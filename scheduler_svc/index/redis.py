@@ -63,7 +63,7 @@ logger = logging.getLogger(__name__)
 
 _INSTANCES = KEY_PREFIX + b"instances"
 _MARKER = KEY_PREFIX + b"marker"
-_MAX_MARKS = 65_536
+_MAX_MARKS = 131_072  # about 200 bytes each
 _MAX_QUEUED_LOOKUPS = 64
 _MAX_LOOKUP_BLOCKS = 128  # a longer prefix would choose the same cell
 _MAX_SUSPECTS = 4096
