@@ -30,7 +30,7 @@ serve: $(VENV)/.installed-serve
 test: $(VENV)/.installed-dev redis-server
 	$(BIN)/python -m pytest $(ARGS)
 
-# Tests of the shared prefix index run against real servers.
+# Tests and measurements of the shared prefix index run against real servers.
 redis-server:
 	@tests/require-redis.sh
 
@@ -59,7 +59,7 @@ protos-fresh: $(VENV)/.installed-dev
 		cmp $$file build/protos/$$file || { echo "$$file is stale: run make protos"; exit 1; }; done
 	@echo "generated code is fresh"
 
-bench: $(VENV)/.installed-dev
+bench: $(VENV)/.installed-dev redis-server
 	$(BIN)/python -m bench $(ARGS)
 
 clean:

@@ -11,7 +11,17 @@ from pathlib import Path
 from bench.compare import read_findings
 from bench.report import say
 
-SCRIPTS = ("scheduler_core", "exact_text", "prefix", "step_overhead", "kv_waste", "disconnects", "static_batching")
+SCRIPTS = (
+    "scheduler_core",
+    "redis_index",
+    "exact_text",
+    "prefix",
+    "step_overhead",
+    "kv_waste",
+    "disconnects",
+    "redis_outage",
+    "static_batching",
+)
 
 
 def main() -> int:

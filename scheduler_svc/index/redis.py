@@ -124,6 +124,7 @@ class RedisIndex:
         self._trouble: str | None = None  # what the log was told last
         self._marker: bytes | None = None
         self._announced: frozenset[LaneId] = frozenset()
+        self._others: set[LaneId] = set()  # live instances of other cells
         self._last_sweep_ms = self._last_beat_ms = clock()
         self._suspects: dict[tuple[LaneId, BlockHash], None] = {}
         self._queued_lookups: deque[Sequence[BlockHash]] = deque()
@@ -192,8 +193,9 @@ class RedisIndex:
 
         Costs nothing, and is not done, while no other cell lives or Redis is away or slow.
         """
-        is_worth_it = block_hashes and any(other.cell_name != self._cell_name for other in self.live.values())
-        if is_worth_it and self._may_look_up() and len(self._queued_lookups) < _MAX_QUEUED_LOOKUPS:
+        if not block_hashes or not self._others or not self._may_look_up():
+            return
+        if len(self._queued_lookups) < _MAX_QUEUED_LOOKUPS:
             self._queued_lookups.append(block_hashes[:_MAX_LOOKUP_BLOCKS])
             self._has_lookups.set()
 
@@ -250,7 +252,8 @@ class RedisIndex:
                     self._queued_lookups.clear()
                     continue
                 here = max(self._local.longest_prefix(block_hashes).values(), default=0)
-                self.counters.longer_elsewhere += max(lengths.values(), default=0) > here
+                elsewhere = max((lengths.get(lane_id, 0) for lane_id in self._others), default=0)
+                self.counters.longer_elsewhere += elsewhere > here
             self._has_lookups.clear()
 
     # ---- writing behind
@@ -325,6 +328,7 @@ class RedisIndex:
         answers = await self._pipelined([*commands, ("SMEMBERS", _INSTANCES)])
         self._announced = frozenset(loads)
         self.live = await self._read_live([LaneId(member.decode()) for member in answers[-1]])
+        self._others = {lane_id for lane_id, other in self.live.items() if other.cell_name != self._cell_name}
         self._notice_memory_loss(answers[1], began_ms)
         for lane_id, block_hash in suspects:
             if lane_id not in self.live or lane_id in self._announced:
@@ -369,7 +373,7 @@ class RedisIndex:
         """Go on without Redis; the log is told once of each kind of trouble."""
         self.counters.outages += self.is_up or self._trouble is None
         self.is_up = False
-        self.live = {}
+        self.live, self._others = {}, set()
         self._queued_lookups.clear()
         self._writer_breaker.fail(self._clock())
         trouble = _trouble(error)
