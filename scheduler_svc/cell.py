@@ -65,6 +65,8 @@ class Cell:
         self._route = route
         self._look_elsewhere = look_elsewhere
         self._wake_by_lane: dict[LaneId, Callable[[], None]] = {}
+        self._awaited: set[LaneId] = set()  # nothing is bound before these are live, or the time is up
+        self._awaited_until_ms = 0
 
     @property
     def num_lanes(self) -> int:
@@ -75,12 +77,21 @@ class Cell:
         """Return the live lanes and the sequences that run on each."""
         return {lane_id: self.core.num_rows(lane_id) for lane_id in self._wake_by_lane}
 
+    def await_lanes(self, lane_ids: Iterable[LaneId], until_ms: int) -> None:
+        """Bind no request before these lanes are live, or `until_ms`: one of them may hold what it needs.
+
+        Has no effect once a sequence runs.
+        """
+        if not self.core.num_running_seqs:
+            self._awaited, self._awaited_until_ms = set(lane_ids) - self._wake_by_lane.keys(), until_ms
+
     def add_lane(self, lane_id: LaneId, spec: LaneSpec, seals: Iterable[Seal], wake: Callable[[], None]) -> None:
         """Make a lane live with the blocks that its worker holds; `wake` is called whenever it may have work."""
         with self._guarded():
             runs = self.core.add_lane(lane_id, spec)
             self.core.restore(lane_id, seals)
         self._wake_by_lane[lane_id] = wake
+        self._awaited.discard(lane_id)
         self._take(runs)
 
     def drop_lane(self, lane_id: LaneId) -> None:
@@ -113,11 +124,15 @@ class Cell:
         with self._guarded():
             runs = self.core.expire(self._clock())
         self._route(runs)
+        if self._awaited and self._clock() >= self._awaited_until_ms:
+            self._awaited = set()
         if runs or self.core.num_waiting_seqs:
             self.wake_lanes()
 
     def plan(self, lane_id: LaneId) -> StepPlan | None:
         """Return the lane's next step; None when there is nothing to do, or two steps are unapplied."""
+        if self._awaited:
+            return None
         with self._guarded():
             plan, runs = self.core.plan(lane_id, self._clock())
         if runs:

@@ -132,8 +132,13 @@ class SchedulerServer:
             return None
         from scheduler_svc.index.redis import RedisIndex  # its client takes half a second to load
 
-        # The cell is made after its index.
-        return RedisIndex(parse_redis_url(self._settings.redis_url), lambda: self.cell.loads(), self._clock, timing)
+        return RedisIndex(
+            parse_redis_url(self._settings.redis_url),
+            lambda: self.cell.loads(),  # the cell is made after its index
+            self._clock,
+            timing,
+            on_missing=lambda lane_ids: self.cell.await_lanes(lane_ids, self._started_ms + self._timing.rejoin_ms),
+        )
 
     async def _tick(self) -> None:
         """Look at all timers again and again. After a stall of this loop they start anew before anybody is judged."""

@@ -99,18 +99,26 @@ class IndexCounters:
 class RedisIndex:
     """A PrefixIndex for the core, kept in step with Redis behind its back.
 
-    `loads` tells this cell's instances of the moment and the sequences that run on each. Call `start` inside the event
-    loop that everything else runs on, and `stop` at the end. None of the methods raises for what is wrong with Redis.
+    `loads` tells this cell's instances of the moment and the sequences that run on each. `on_missing` gets, once, the
+    instances of this cell that a scheduler before this one said to live, and that have not registered here. Call
+    `start` inside the event loop that everything else runs on, and `stop` at the end. None of the methods raises for
+    what is wrong with Redis.
     """
 
     def __init__(
-        self, address: RedisAddress, loads: Callable[[], Mapping[LaneId, int]], clock: Clock, timing: IndexTiming
+        self,
+        address: RedisAddress,
+        loads: Callable[[], Mapping[LaneId, int]],
+        clock: Clock,
+        timing: IndexTiming,
+        on_missing: Callable[[set[LaneId]], None] = lambda _: None,
     ) -> None:
         self.counters = IndexCounters()
         self.live: Mapping[LaneId, LiveInstance] = {}  # of all cells, as of the last beat
         self.is_up = False
         self._address = address
         self._loads = loads
+        self._on_missing = on_missing
         self._clock = clock
         self._timing = timing
         self._cell_name = ""
@@ -363,6 +371,7 @@ class RedisIndex:
             logger.warning("the shared prefix index at %s is back: publishing everything again", self._address)
         else:
             logger.info("the shared prefix index is at %s, this cell is %s", self._address, self._cell_name)
+            self._on_missing(self.live.keys() - self._others - self._announced)
         self._trouble = None
         self.is_up = True
         self._writer_breaker.succeed()

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import grpc.aio
@@ -11,6 +12,7 @@ import pytest
 from protos import scheduler_pb2
 from protos.scheduler_pb2_grpc import SchedulerStub
 
+from .conftest import TIMING as SHORT
 from .conftest import LoopbackCell, until
 from .fake_worker import expected_output
 from .redis_servers import RedisServer, RedisServers
@@ -142,6 +144,56 @@ async def test_index_is_whole_again_after_the_scheduler_was_started_anew(server:
     await until(lambda: cell.is_live(worker))
     await is_settled(cell)
     assert num_keys(server) == NUM_BLOCKS
+    await cell.stop()
+    cell.check()
+
+
+async def test_restarted_scheduler_binds_nothing_before_its_workers_are_back(server: RedisServer) -> None:
+    cell = LoopbackCell()
+    await cell.start(index_timing=TIMING, redis_url=server.url, cell_name="one")
+    holder = await cell.add_worker()
+    await cell.add_gateway()
+    await ask(cell, "a", PROMPT)
+    other = await cell.add_worker()
+    index = cell.server.shared_index
+    assert index is not None
+    await until(lambda: len(index.live) == 2)
+    await cell.server.stop()
+    for worker in (holder, other):
+        worker.fall_silent()
+    num_steps = other.num_steps
+
+    # The limit is not what ends the waiting here.
+    await cell.start(replace(SHORT, rejoin_ms=60_000), index_timing=TIMING, redis_url=server.url, cell_name="one")
+    await until(lambda: figures(cell).up)
+    await other.join(cell.address)
+    await until(lambda: cell.is_live(other))
+    gateway = await cell.add_gateway("gateway-2")
+    await gateway.submit("b", PROMPT, max_tokens=5)
+    await until(lambda: cell.num_seqs == 1)
+    await holder.join(cell.address)
+    await until(lambda: gateway.output("b").has_ended)
+    assert gateway.output("b").terminal_runs[0].usage.num_cached_tokens == NUM_BLOCKS * 16
+    assert other.num_steps == num_steps
+    await cell.stop()
+    cell.check()
+
+
+async def test_restarted_scheduler_does_not_wait_for_workers_that_are_gone(server: RedisServer) -> None:
+    cell = LoopbackCell()
+    await cell.start(index_timing=TIMING, redis_url=server.url, cell_name="one")
+    gone = await cell.add_worker()
+    await is_settled(cell)
+    await cell.server.stop()
+    gone.fall_silent()
+
+    await cell.start(replace(SHORT, rejoin_ms=300), index_timing=TIMING, redis_url=server.url, cell_name="one")
+    await until(lambda: figures(cell).up)
+    await cell.add_worker()
+    gateway = await cell.add_gateway()
+    await gateway.submit("a", PROMPT, max_tokens=5)
+    await until(lambda: gateway.output("a").has_ended)
+    assert gateway.output("a").token_ids == expected_output(PROMPT, 5)
     await cell.stop()
     cell.check()
 
