@@ -47,6 +47,6 @@ class IndexTiming:
     write_pause_ms: int = 2  # between two batches of changes
     sweep_pause_ms: int = 10  # between two batches of a renewal
     lookup_ms: int = 20  # an answer to a look-up is of use within
-    answer_ms: int = 1000  # connecting, and any other answer, take at most
+    answer_ms: int = 3000  # connecting, and any other answer, take at most; nobody waits, and this loop may stall too
     min_backoff_ms: int = 100  # after a failure; doubles with each further one
     max_backoff_ms: int = 10_000
