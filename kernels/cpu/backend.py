@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.checks import check_integers, check_key_value, check_query_out, group_size
 from kernels.cpu.attention import run_units
 from kernels.cpu.blocks import WRITE, check_entries, copy_entries, fill_write, write_chunks, zero_entries
 from kernels.cpu.places import BAD_FORMAT, BAD_ROW, FINE
@@ -58,15 +59,10 @@ class CpuBackend:
         write = self._writes.get(layout)
         if write is None:
             write = self._writes[layout] = _Write(layout)
-        if key.shape[1:] != write.shape or value.shape != key.shape or value.dtype != key.dtype:
-            raise UnsupportedShapeError(
-                f"key is {_describe(key)}, value {_describe(value)}: not both [tokens, {write.shape}]"
-            )
-        num_tokens, item, (key_token, key_head, key_element) = key.shape[0], key.element_size(), key.stride()
-        value_token, value_head, value_element = value.stride()
-        if key_element != 1 or value_element != 1:
-            raise UnsupportedShapeError("the last dimension of key or value is not contiguous")
-        _check_integers(slot_mapping, torch.int64, num_tokens, "slot_mapping")
+        check_key_value(key, value, layout)
+        num_tokens, item = key.shape[0], key.element_size()
+        (key_token, key_head, _), (value_token, value_head, _) = key.stride(), value.stride()
+        check_integers(slot_mapping, torch.int64, num_tokens, "slot_mapping")
         fill_write(
             write.address, key.data_ptr(), value.data_ptr(), slot_mapping.data_ptr(), layer_arena.data_ptr(),
             key_token * item, key_head * item, value_token * item, value_head * item,
@@ -94,10 +90,10 @@ class CpuBackend:
         if attention is None:
             attention = self._attentions[layout, num_heads, params] = _Attention(layout, num_heads, params)
         num_rows, num_threads = table.shape[0], torch.get_num_threads()
-        _check_rows(query, out, layout.head_size)
-        _check_integers(table, torch.int32, num_rows * table.shape[1], "block_table")
-        _check_integers(batch.context_lens, torch.int32, num_rows, "context_lens")
-        _check_integers(batch.cu_seqlens_q, torch.int32, num_rows + 1, "cu_seqlens_q")
+        check_query_out(query, out, layout.head_size)
+        check_integers(table, torch.int32, num_rows * table.shape[1], "block_table")
+        check_integers(batch.context_lens, torch.int32, num_rows, "context_lens")
+        check_integers(batch.cu_seqlens_q, torch.int32, num_rows + 1, "cu_seqlens_q")
         self._scratch.reserve(num_threads * attention.scratch_bytes)
         call = (
             attention.address, query.shape[0],
@@ -120,7 +116,7 @@ class CpuBackend:
 
     def copy_blocks(self, arena: Tensor, src_entries: Tensor, dst_entries: Tensor, layout: KVLayout) -> None:
         """See kernels.dispatch.Backend."""
-        _check_integers(dst_entries, torch.int32, src_entries.shape[0], "dst_entries")
+        check_integers(dst_entries, torch.int32, src_entries.shape[0], "dst_entries")
         place = _checked_entries(arena, src_entries, layout)
         _checked_entries(arena, dst_entries, layout)
         num_entries = src_entries.shape[0]
@@ -167,12 +163,7 @@ class _Attention:
 
     def __init__(self, layout: KVLayout, num_query_heads: int, params: AttentionParams) -> None:
         _check_layout(layout)
-        if num_query_heads % layout.num_kv_heads != 0:
-            raise UnsupportedShapeError(
-                f"{num_query_heads} query heads cannot share {layout.num_kv_heads} KV heads evenly"
-            )
-        if params.sliding_window is not None and params.sliding_window < 1:
-            raise UnsupportedShapeError(f"sliding_window is {params.sliding_window}, not at least 1")
+        group = group_size(num_query_heads, layout, params.sliding_window)
         self.record = np.zeros(1, LAUNCH)
         self.address = self.record.ctypes.data
         thread = np.zeros(1, THREAD).ctypes.data
@@ -181,7 +172,7 @@ class _Attention:
         fixed = self.record[0]
         for tile in (decode_tile, prefill_tile):
             fixed[tile.__name__] = _c_function(tile, 2, layout.native_dtype)
-        fixed["num_kv_heads"], fixed["group"] = layout.num_kv_heads, num_query_heads // layout.num_kv_heads
+        fixed["num_kv_heads"], fixed["group"] = layout.num_kv_heads, group
         fixed["head_size"], fixed["block_size"] = layout.head_size, layout.block_size
         fixed["slab_bytes"], fixed["block_bytes"] = layout.slab_bytes, layout.block_bytes(Format.NATIVE)
         fixed["scratch_bytes"] = self.scratch_bytes
@@ -196,13 +187,12 @@ class _Write:
 
     def __init__(self, layout: KVLayout) -> None:
         _check_layout(layout)
-        self.shape = (layout.num_kv_heads, layout.head_size)
         self.token_elements = layout.num_kv_heads * layout.head_size
         self.record = np.zeros(1, WRITE)
         self.address = self.record.ctypes.data
         self.body = _c_function(write_chunks, 1, layout.native_dtype)
         fixed = self.record[0]
-        fixed["num_heads"], fixed["head_size"] = self.shape
+        fixed["num_heads"], fixed["head_size"] = layout.num_kv_heads, layout.head_size
         fixed["block_size"] = layout.block_size
         fixed["slab_bytes"], fixed["block_bytes"] = layout.slab_bytes, layout.block_bytes(Format.NATIVE)
 
@@ -220,18 +210,6 @@ def _check_layout(layout: KVLayout) -> None:
     assert TILE_TOKENS % layout.block_size == 0
 
 
-def _check_rows(query: Tensor, out: Tensor, head_size: int) -> None:
-    if out.shape != query.shape or query.shape[2] != head_size:
-        raise UnsupportedShapeError(f"query is {_describe(query)}, out {_describe(out)}, the head size {head_size}")
-    if query.stride()[1:] != (head_size, 1) or out.stride()[1:] != (head_size, 1):
-        raise UnsupportedShapeError("the last two dimensions of query or out are not contiguous")
-
-
-def _check_integers(tensor: Tensor, dtype: torch.dtype, num_elements: int, name: str) -> None:
-    if tensor.dtype != dtype or tensor.numel() != num_elements or not tensor.is_contiguous():
-        raise UnsupportedShapeError(f"{name} is {_describe(tensor)}, not {num_elements} contiguous elements of {dtype}")
-
-
 def _activation_code(tensor: Tensor, name: str) -> int:
     code = ACTIVATION_CODES.get(tensor.dtype)
     if code is None:
@@ -241,7 +219,7 @@ def _activation_code(tensor: Tensor, name: str) -> int:
 
 def _checked_entries(arena: Tensor, entries: Tensor, layout: KVLayout) -> tuple[int, int, int]:
     """Raise on entries that cannot be served; returns the bytes of a slab, of a block and of a layer's arena."""
-    _check_integers(entries, torch.int32, entries.shape[0], "entries")
+    check_integers(entries, torch.int32, entries.shape[0], "entries")
     if not arena.is_contiguous():
         raise UnsupportedShapeError("the arena is not contiguous")
     place = layout.slab_bytes, layout.block_bytes(Format.NATIVE), arena.shape[1] * arena.shape[2]
@@ -264,7 +242,3 @@ def _launch_error(status: int, culprit: int) -> KernelError:
             f"block-table entry {entry} has format code {code}; only native (0) has a CPU kernel"
         )
     return OutOfArenaError(f"block-table entry {entry} names a place outside the arena")
-
-
-def _describe(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)}"
