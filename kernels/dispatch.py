@@ -39,7 +39,13 @@ class AttentionParams:
 
 
 class Backend(Protocol):
-    """The operations of one device. Launches of one backend come one after the other, from one thread at a time."""
+    """The operations of one device. Launches of one backend come one after the other, from one thread at a time.
+
+    A backend whose device works on its own time cannot see what stands in tensors without waiting for it. It checks
+    shapes, dtypes and strides, and says in its docstring what becomes of a wrong slot, entry or length; it never reads
+    or writes outside the tensors that it was given. Its batches may be padded to fixed shapes (a captured graph's): a
+    slot of -1 is skipped, and a row with context length 0 gets zeros in `out`, whatever its query length.
+    """
 
     def write_kv(self, layer_arena: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor, layout: KVLayout) -> None:
         """Write the keys and values of new tokens into native blocks of one layer, rounded to the native dtype.
@@ -111,4 +117,12 @@ def _backend_of_type(device_type: str) -> Backend:
         from kernels.cpu.backend import CpuBackend  # here, because it loads Numba
 
         return CpuBackend()
-    raise UnsupportedDeviceError(f"no attention kernels for device type {device_type!r}: only 'cpu' is served")
+    if device_type == "cuda":  # torch's name for AMD's GPUs too
+        try:
+            from kernels.triton.backend import TritonBackend  # here, because it loads the compiler
+        except ModuleNotFoundError as error:
+            raise UnsupportedDeviceError(f"the kernels for GPUs need the package {error.name!r}") from error
+        return TritonBackend()
+    raise UnsupportedDeviceError(
+        f"no attention kernels for device type {device_type!r}: only 'cpu' and 'cuda' are served"
+    )

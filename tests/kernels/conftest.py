@@ -3,6 +3,7 @@ import torch
 
 from kernels.dispatch import Backend, backend_for
 from kernels.reference import ReferenceBackend
+from tests.interpreted import SWITCH
 
 
 @pytest.fixture(scope="session")
@@ -13,3 +14,9 @@ def cpu() -> Backend:
 @pytest.fixture(scope="session")
 def reference() -> Backend:
     return ReferenceBackend()
+
+
+@pytest.fixture
+def interpreting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Triton see that it interprets, for what it imports at a launch."""
+    monkeypatch.setenv(SWITCH, "1")
