@@ -49,7 +49,10 @@ class PlainLinear:
 
 
 class PlainHead:
-    """The head on a GPU: half-precision inputs, sums kept in float32 rather than rounded to bf16's three digits."""
+    """The head on a GPU: half-precision inputs, sums kept in float32 rather than rounded to bf16's three digits.
+
+    (Where torch has no such product, on AMD's, the logits are rounded and then widened.)
+    """
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
@@ -57,7 +60,7 @@ class PlainHead:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return float32 [T, out_features]."""
-        if x.is_cuda and x.dtype in _HALF_DTYPES:
+        if x.is_cuda and x.dtype in _HALF_DTYPES and torch.version.hip is None:
             return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
         return F.linear(x, self.weight).to(torch.float32)
 

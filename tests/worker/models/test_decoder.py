@@ -139,10 +139,33 @@ def test_layout_carries_the_models_kv_shape(tmp_path: Path) -> None:
     assert (layout.native_dtype, layout.slab_blocks) == ("bfloat16", 4)
 
 
-def test_what_other_devices_run_gives_the_same_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have decoders do on the CPU what they do on other devices."""
     monkeypatch.setattr(decoder, "elementwise_for", lambda _device: TorchElementwise())
     monkeypatch.setattr(decoder, "make_linear", lambda weight, bias, _device: PlainLinear(weight, bias))
     monkeypatch.setattr(decoder, "make_head", lambda weight, _device: PlainHead(weight))
+    monkeypatch.setattr(decoder, "activation_dtype", lambda dtype, _device: dtype)
+
+
+@pytest.mark.usefixtures("_as_on_a_gpu")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama-llama3-rope", "qwen2-window"])
+def test_half_precision_activations_of_other_devices_stay_within_their_rounding(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    saved = save(name, tmp_path, dtype)
+    run = PagedRun(saved.load(dtype), ReferenceBackend(), block_size=16)
+    row = run.add(random_tokens(40, seed=6))
+    run.step([(row, 30)])
+    for _ in range(10):
+        run.step([(row, 1)])
+    spread = float(saved.expected_logits(row.token_ids).std())
+    assert_logits_match(saved, row, tolerance=32 * torch.finfo(dtype).eps * spread)
+
+
+@pytest.mark.usefixtures("_as_on_a_gpu")
+def test_what_other_devices_run_gives_the_same_logits(tmp_path: Path) -> None:
     saved = save("llama-tied", tmp_path)
     plain = saved.load()
     run = PagedRun(plain, ReferenceBackend(), block_size=16)
