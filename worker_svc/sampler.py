@@ -9,6 +9,7 @@ probabilities are those of the model's own logits, before any of it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -53,8 +54,18 @@ class Choice:
     logprobs: Logprobs | None = None
 
 
+class TokenSampler(Protocol):
+    """What chooses the next token of each row. One thread alone may use it."""
+
+    def warm_up(self) -> None:
+        """Compile, or load, whatever sampling needs."""
+
+    def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[Choice]:
+        """Return the choice of each row. `logits` is float32 [rows, vocab] and is overwritten."""
+
+
 class Sampler:
-    """Chooses the next token of each row. One thread alone may use it: it keeps scratch memory."""
+    """TokenSampler for logits in main memory. It keeps scratch memory."""
 
     def __init__(self, vocab_size: int) -> None:
         self._counts = np.zeros(vocab_size, dtype=np.int32)
@@ -62,29 +73,13 @@ class Sampler:
 
     def warm_up(self) -> None:
         """Compile, or load from Numba's cache, every kernel."""
-        vocab_size = len(self._counts)
-        every_step = RowSampling(
-            temperature=1.0,
-            top_k=2,
-            top_p=0.9,
-            min_p=0.1,
-            repetition_penalty=1.1,
-            presence_penalty=0.1,
-            frequency_penalty=0.1,
-            seed=0,
-            min_tokens=1,
-            stop_ids=np.zeros(1, dtype=np.int64),
-            bias_ids=np.zeros(1, dtype=np.int64),
-            bias_values=np.zeros(1, dtype=np.float32),
-            num_logprobs=1,
-        )
-        self.sample(torch.zeros(1, vocab_size), [SamplingRow(every_step, np.zeros(1, dtype=np.int32), 1, 0)])
+        self.sample(torch.zeros(1, len(self._counts)), demanding_rows(1))
 
     def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[Choice]:
         """Return the choice of each row. `logits` is float32 [rows, vocab] and is overwritten."""
         if all(row.sampling.is_plain for row in rows):
             return _take_best(*_best(logits))
-        host_logits: FloatArray = logits.cpu().numpy()
+        host_logits: FloatArray = logits.numpy()
         wants_logprobs = [row.sampling.num_logprobs is not None for row in rows]
         raw_logits = {idx: host_logits[idx].copy() for idx, wanted in enumerate(wants_logprobs) if wanted}
         for idx, row in enumerate(rows):
@@ -134,7 +129,7 @@ class Sampler:
             np.array([row.sampling.top_k for row in drawn], dtype=np.int64),
             np.array([row.sampling.top_p for row in drawn], dtype=np.float64),
             np.array([row.sampling.min_p for row in drawn], dtype=np.float32),
-            np.array([_uniform(row) for row in drawn], dtype=np.float64),
+            np.array([uniform_of(row) for row in drawn], dtype=np.float64),
             self._ids,
             token_ids,
         )
@@ -151,23 +146,39 @@ def logprobs_of(logits: FloatArray, token_id: int, num_top: int) -> Logprobs:
     return Logprobs(float(logits[token_id] - log_total), top_ids.tolist(), (logits[top_ids] - log_total).tolist())
 
 
-def _uniform(row: SamplingRow) -> float:
+def uniform_of(row: SamplingRow) -> float:
+    """Return the random number in [0, 1) that decides the row's next token."""
     uniform: float = philox_uniform(
         np.uint64(row.sampling.seed), np.uint64(row.sequence_idx), np.uint64(row.num_output_tokens)
     )
     return uniform
 
 
+def demanding_rows(num_rows: int) -> list[SamplingRow]:
+    """Return rows that need everything a sampler can do."""
+    sampling = RowSampling(
+        temperature=1.0,
+        top_k=2,
+        top_p=0.9,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        presence_penalty=0.1,
+        frequency_penalty=0.1,
+        seed=0,
+        min_tokens=1,
+        stop_ids=np.zeros(1, dtype=np.int64),
+        bias_ids=np.zeros(1, dtype=np.int64),
+        bias_values=np.zeros(1, dtype=np.float32),
+        num_logprobs=1,
+    )
+    return [SamplingRow(sampling, np.zeros(1, dtype=np.int32), 1, 0)] * num_rows
+
+
 def _best(logits: Tensor) -> tuple[npt.NDArray[np.int64], FloatArray]:
     """Return the lowest id of each row's largest logit, and that logit (NaN where the row has one)."""
-    if logits.device.type == "cpu":  # numpy's is ten times faster than torch's here, and takes the first of equals
-        host_logits = logits.numpy()
-        ids = host_logits.argmax(axis=1)
-        return ids, host_logits[np.arange(len(ids)), ids]
-    best = logits.max(dim=1, keepdim=True).values
-    vocab_size = logits.shape[1]
-    ids_of_best = torch.where(logits == best, torch.arange(vocab_size, device=logits.device), vocab_size).amin(dim=1)
-    return ids_of_best.cpu().numpy(), best[:, 0].cpu().numpy()
+    host_logits = logits.numpy()  # ten times faster than torch's argmax here; takes the first of equals too
+    ids = host_logits.argmax(axis=1)
+    return ids, host_logits[np.arange(len(ids)), ids]
 
 
 def _take_best(ids: npt.NDArray[np.int64], logits: FloatArray) -> list[Choice]:
