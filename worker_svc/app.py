@@ -9,9 +9,12 @@ import socket
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 
+import torch
+
 from protos.channel import PROTOCOL_VERSION
 from protos.scheduler_pb2 import RegisterRequest
 from worker_svc.assembly import LoadedWorker
+from worker_svc.device import use_device
 from worker_svc.errors import DeviceHungError
 from worker_svc.fence import StepFence
 from worker_svc.registration import Registration
@@ -32,7 +35,7 @@ async def serve(worker: LoadedWorker, settings: WorkerSettings) -> None:
     end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, _settle, end, None)
-    device = ThreadPoolExecutor(1, "device", set_num_threads, (settings.num_threads,))
+    device = ThreadPoolExecutor(1, "device", _prepare_thread, (settings.num_threads, worker.device))
     try:
         fence = StepFence(worker.runner, device, lambda fault: _settle(end, fault))
         offer = make_offer(worker)
@@ -59,6 +62,11 @@ async def serve(worker: LoadedWorker, settings: WorkerSettings) -> None:
         raise
     device.shutdown()
     logger.info("stopped")
+
+
+def _prepare_thread(num_threads: int | None, device: torch.device) -> None:
+    set_num_threads(num_threads)
+    use_device(device)
 
 
 def make_offer(worker: LoadedWorker) -> RegisterRequest:

@@ -3,15 +3,15 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from kernels.dispatch import AttentionBatch, Backend
 from worker_svc.batch import StepBatch
+from worker_svc.graphs import DecodeGraphs, ForwardInputs, bucket_for
 from worker_svc.kv import ArenaPlan
 from worker_svc.models.decoder import Decoder
+from worker_svc.staging import InputTransfer, SharedInputs
 
 
 class Compute(Protocol):
@@ -26,36 +26,54 @@ class Compute(Protocol):
     def copy_blocks(self, src_entries: Sequence[int], dst_entries: Sequence[int]) -> None:
         """Copy blocks, in all layers."""
 
+    def wait(self) -> None:
+        """Wait until the device has done all that it was asked for."""
+
 
 class ModelCompute:
-    """A decoder, its arena, and the kernels between them."""
+    """A decoder, its arena, and the kernels between them.
 
-    def __init__(self, decoder: Decoder, backend: Backend, plan: ArenaPlan, arena: Tensor) -> None:
+    On a GPU all work is queued in one stream and nothing here waits for it: what is read back from the logits does, or
+    `wait`.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        backend: Backend,
+        plan: ArenaPlan,
+        arena: Tensor,
+        inputs: InputTransfer | None = None,
+        graphs: DecodeGraphs | None = None,
+    ) -> None:
+        """Serve `arena`; without `inputs` the arrays' own memory is read, without `graphs` every step is launched."""
+        self.plan = plan
         self._decoder = decoder
         self._backend = backend
         self._layout = plan.layout
         self._arena = arena
         self._device = arena.device
+        self._inputs: InputTransfer = inputs or SharedInputs()
+        self._graphs = graphs
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> Tensor:
         """Run the decoder; see Compute."""
-        attention = AttentionBatch(
-            block_table=self._tensor(batch.block_table),
-            context_lens=self._tensor(batch.context_lens),
-            cu_seqlens_q=self._tensor(batch.cu_seqlens_q),
-            max_query_len=batch.max_query_len,
-        )
-        hidden = self._decoder.forward(
-            self._tensor(batch.token_ids),
-            self._tensor(batch.positions),
-            self._arena,
-            attention,
-            self._tensor(batch.slot_mapping),
-            self._backend,
-            self._layout,
-        )
-        return self._decoder.compute_logits(hidden[self._tensor(batch.sampling_token_idxs)])
+        bucket = None if self._graphs is None else bucket_for(batch, self._graphs.buckets)
+        if self._graphs is None or bucket is None:
+            hidden, sampling_token_idxs = self._launch(batch)
+        else:
+            hidden, sampling_token_idxs = self._graphs.run(batch, bucket)
+        return self._decoder.compute_logits(hidden.index_select(0, sampling_token_idxs))
+
+    @torch.inference_mode()
+    def record_graphs(self, graphs: DecodeGraphs, buckets: Sequence[int]) -> None:
+        """Record decode steps of these numbers of rows, and run such steps by their graphs from now on.
+
+        They write to slot -1 alone, that is nowhere.
+        """
+        graphs.record(self._run_decoder, buckets)
+        self._graphs = graphs
 
     def zero_blocks(self, entries: Sequence[int]) -> None:
         """See Compute."""
@@ -65,8 +83,38 @@ class ModelCompute:
         """See Compute."""
         self._backend.copy_blocks(self._arena, self._entries(src_entries), self._entries(dst_entries), self._layout)
 
+    def wait(self) -> None:
+        """See Compute."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def _launch(self, batch: StepBatch) -> tuple[Tensor, Tensor]:
+        """Launch every kernel of a step; return its hidden states [T, H] and its sampling_token_idxs on the device."""
+        token_ids, positions, slot_mapping, context_lens, cu_seqlens_q, sampling_token_idxs, table = self._inputs.send(
+            (
+                batch.token_ids,
+                batch.positions,
+                batch.slot_mapping,
+                batch.context_lens,
+                batch.cu_seqlens_q,
+                batch.sampling_token_idxs,
+                batch.block_table,
+            )
+        )
+        attention = AttentionBatch(table, context_lens, cu_seqlens_q, batch.max_query_len)
+        hidden = self._run_decoder(ForwardInputs(token_ids, positions, slot_mapping, attention))
+        return hidden, sampling_token_idxs
+
+    def _run_decoder(self, inputs: ForwardInputs) -> Tensor:
+        return self._decoder.forward(
+            inputs.token_ids,
+            inputs.positions,
+            self._arena,
+            inputs.attention,
+            inputs.slot_mapping,
+            self._backend,
+            self._layout,
+        )
+
     def _entries(self, entries: Sequence[int]) -> Tensor:
         return torch.tensor(entries, dtype=torch.int32, device=self._device)
-
-    def _tensor(self, array: npt.NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(array).to(self._device)

@@ -1,7 +1,6 @@
 """The KV arena: how many bytes it may take, how they are cut into slabs, and its allocation.
 
-On a CPU the arena takes what `--kv-cache-memory` says; on a GPU what the weights and the largest forward pass leave of
-the share `--gpu-memory-utilization`.
+On a CPU the arena takes what `--kv-cache-memory` says; on a GPU what else is needed leaves it (`gpu_memory.py`).
 """
 
 import logging
@@ -100,30 +99,6 @@ def cpu_budget(asked_bytes: int | None, reserve_bytes: int) -> int:
             "lower --kv-cache-memory",
         )
     return asked_bytes
-
-
-def gpu_budget(asked_bytes: int | None, utilization: float, device: torch.device, profile: Callable[[], None]) -> int:
-    """Return the bytes for an arena on a GPU that holds the weights; `profile` runs the largest forward pass there is.
-
-    Raises OutOfMemoryAtStartError.
-    """
-    torch.cuda.reset_peak_memory_stats(device)
-    profile()
-    torch.cuda.synchronize(device)
-    peak_bytes = torch.cuda.max_memory_allocated(device)
-    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    # What neither torch's allocator nor free memory accounts for: the driver's context, and other processes.
-    foreign_bytes = total_bytes - free_bytes - torch.cuda.memory_reserved(device)
-    torch.cuda.empty_cache()
-    available = int(total_bytes * utilization) - foreign_bytes - peak_bytes
-    if asked_bytes is not None and asked_bytes > total_bytes - foreign_bytes - peak_bytes:
-        raise OutOfMemoryAtStartError(
-            f"a KV arena of {asked_bytes:,} bytes beside weights and activations",
-            asked_bytes + peak_bytes,
-            total_bytes - foreign_bytes,
-            "lower --kv-cache-memory",
-        )
-    return available if asked_bytes is None else asked_bytes
 
 
 def check_weights_fit(weight_bytes: int, device: torch.device) -> None:

@@ -1,5 +1,6 @@
 """The worker's settings: flags, or `QUIRE_*` variables with the same names. Imports nothing heavy."""
 
+import re
 from typing import Literal
 
 from pydantic import ByteSize, Field, field_validator
@@ -32,12 +33,16 @@ class WorkerSettings(ServiceSettings):
     worker_address: str = Field(
         "", description="HOST:PORT at which the scheduler reaches this worker; empty: the one it listens on"
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where to compute; auto: a GPU if there is one")
+    device: str = Field(
+        "auto",
+        description="where to compute: auto, cpu, cuda or cuda:N; auto: the first GPU, if there is one",
+    )
     num_threads: int | None = Field(
         None, ge=1, description="threads that compute on a CPU; none: one for each core this process may use"
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
-        "auto", description="compute dtype, and that of native KV; auto: bfloat16"
+        "auto",
+        description="compute dtype, and that of native KV; auto: bfloat16, or float16 on a GPU without it",
     )
     max_model_len: int | None = Field(
         None, ge=1, description="tokens of a sequence, prompt and output together; none: what the model was made for"
@@ -55,8 +60,18 @@ class WorkerSettings(ServiceSettings):
     gpu_memory_utilization: float = Field(
         0.9, gt=0, le=1, description="share of the GPU's memory that weights, activations and KV arena may take"
     )
+    enforce_eager: bool = Field(
+        False, description="launch every kernel of every step on a GPU, rather than record CUDA graphs of decode steps"
+    )
     kv_cache_dtype: str = Field("auto", description="format of KV in memory; auto: the compute dtype")
     tensor_parallel_size: int = Field(1, ge=1, description="GPUs that share the model's layers")
+
+    @field_validator("device")
+    @classmethod
+    def _check_device(cls, value: str) -> str:
+        if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", value):
+            raise ValueError(f"{value} is none of auto, cpu, cuda and cuda:N")
+        return value
 
     @field_validator("block_size")
     @classmethod

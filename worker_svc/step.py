@@ -17,8 +17,8 @@ from worker_svc.batch import StepBatch, build_batch
 from worker_svc.compute import Compute
 from worker_svc.entries import SealBook
 from worker_svc.errors import DeviceFaultError, MalformedStepError
-from worker_svc.mirror import Mirror
-from worker_svc.sampler import Choice, Logprobs, Sampler, SamplingRow
+from worker_svc.mirror import Mirror, ScheduledRows
+from worker_svc.sampler import Choice, Logprobs, SamplingRow, TokenSampler
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 class StepRunner:
     """Runs steps. Not thread-safe: the device thread alone calls it."""
 
-    def __init__(self, mirror: Mirror, compute: Compute, sampler: Sampler) -> None:
+    def __init__(self, mirror: Mirror, compute: Compute, sampler: TokenSampler) -> None:
         self._mirror = mirror
         self._compute = compute
         self._sampler = sampler
@@ -78,14 +78,21 @@ class StepRunner:
         self._record_seals(request)
         if request.HasField("ops"):
             self._run_ops(request.ops)
-        if not len(rows.slots):
-            return
+        num_sampling = self._forward(rows, result) if len(rows.slots) else 0
+        if not num_sampling:
+            # A result says that its step was computed, and how long that took: the scheduler seals blocks by the one
+            # and sets deadlines by the other. A step that samples has waited for its tokens.
+            self._compute.wait()
+
+    def _forward(self, rows: ScheduledRows, result: pb.StepResult) -> int:
+        """Compute the rows and sample; return how many sampled."""
         batch = build_batch(self._mirror, rows)
         self._seals.void(batch.written_entries.tolist())
         logits = self._compute.forward(batch)
         self._mirror.advance(rows)
         if len(batch.sampling_slots):
             self._sample(batch, logits, result)
+        return len(batch.sampling_slots)
 
     def _record_seals(self, request: pb.StepRequest) -> None:
         if request.seals.entries:

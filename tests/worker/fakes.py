@@ -58,6 +58,7 @@ class FakeCompute:
     fail_next: BaseException | None = None
     poisoned_token: int | None = None  # a context that ends in it has logits that are not finite
     num_forwards: int = 0
+    num_waits: int = 0
 
     def forward(self, batch: StepBatch) -> Tensor:
         self.num_forwards += 1
@@ -71,6 +72,9 @@ class FakeCompute:
             context = [self._read(batch.block_table[row], position) for position in range(batch.context_lens[row])]
             logits[idx, next_token(context)] = float("nan") if context[-1] == self.poisoned_token else 8.0
         return logits
+
+    def wait(self) -> None:
+        self.num_waits += 1
 
     def _read(self, table: "np.ndarray[tuple[int], np.dtype[np.int32]]", position: int) -> int:
         block_id = int(table[position // BLOCK_SIZE]) >> 3

@@ -25,6 +25,8 @@ def test_flags_and_variables_have_the_same_names(monkeypatch: pytest.MonkeyPatch
         (["--kv-cache-dtype", "int8"], "--kv-cache-dtype: int8 is not a KV format of this version"),
         (["--tensor-parallel-size", "2"], "--tensor-parallel-size: 2 GPUs a worker"),
         (["--block-size", "12"], "--block-size"),
+        (["--device", "gpu"], "--device: gpu is none of auto, cpu, cuda and cuda:N"),
+        (["--device", "cuda:x"], "--device: cuda:x is none of"),
         (["--gpu-memory-utilization", "1.5"], "--gpu-memory-utilization"),
         (["--log-level", "foo"], "--log-level: foo is none of debug, info, warning, error"),
         (["--no-such-flag"], "no-such-flag"),
@@ -38,6 +40,11 @@ def test_mistake_is_one_line_that_names_the_flag(
     error = capsys.readouterr().err
     assert words in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:0", "cuda:12"])
+def test_a_gpu_is_named_by_its_number(device: str) -> None:
+    assert read("--device", device).device == device
 
 
 def test_log_level_is_taken_in_capitals_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,18 @@ def test_step_of_block_operations_alone_runs_no_forward() -> None:
     assert compute.slots[3 * 8] == 0
 
 
+def test_step_that_samples_nothing_waits_for_the_device() -> None:
+    compute = FakeCompute()
+    runner = make_runner(compute)
+    runner.run(pb.StepRequest(new_rows=[new_row(1, PROMPT, entries_of(0), num_scheduled=3)]))
+    assert compute.num_waits == 1
+    rest = pb.ContinuedRows(seq_ids=[1], num_scheduled_tokens=[2])
+    assert tokens_of(runner.run(pb.StepRequest(continued=rest)))
+    assert compute.num_waits == 1  # the tokens came back: nothing is left to wait for
+    runner.run(pb.StepRequest(ops=pb.BlockOps(zero_entries=entries_of(3))))
+    assert compute.num_waits == 2
+
+
 def test_row_with_bad_logits_fails_alone_and_is_skipped_until_sent_anew() -> None:
     compute = FakeCompute(poisoned_token=44)
     runner = make_runner(compute)

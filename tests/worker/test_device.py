@@ -1,0 +1,72 @@
+"""Which device and dtype a worker computes with."""
+
+import logging
+
+import pytest
+import torch
+
+from worker_svc.device import CPU, Gpu, choose_device, choose_dtype, use_device
+from worker_svc.errors import StartupError
+
+HOPPER = Gpu("NVIDIA H200", (9, 0))
+TURING = Gpu("Tesla T4", (7, 5))
+AMD = Gpu("AMD Instinct MI300X", (9, 4), is_amd=True)
+
+
+@pytest.mark.parametrize(
+    ("wish", "num_gpus", "device"),
+    [
+        ("auto", 0, "cpu"),
+        ("auto", 2, "cuda:0"),
+        ("cpu", 2, "cpu"),
+        ("cuda", 2, "cuda:0"),
+        ("cuda:1", 2, "cuda:1"),
+        ("cuda:11", 12, "cuda:11"),
+    ],
+)
+def test_device_is_the_one_asked_for(wish: str, num_gpus: int, device: str) -> None:
+    assert choose_device(wish, [HOPPER] * num_gpus) == torch.device(device)
+
+
+def test_gpu_that_is_not_there_is_refused_in_one_line() -> None:
+    with pytest.raises(StartupError, match="--device cuda: this machine has no GPU that torch can use") as caught:
+        choose_device("cuda", [])
+    assert "\n" not in str(caught.value)
+    with pytest.raises(StartupError, match="--device cuda:2: torch sees 2 GPUs here, the last is cuda:1"):
+        choose_device("cuda:2", [HOPPER, HOPPER])
+
+
+@pytest.mark.parametrize(
+    ("gpu", "wish", "dtype"),
+    [
+        (HOPPER, "auto", torch.bfloat16),
+        (HOPPER, "float32", torch.float32),
+        (AMD, "auto", torch.bfloat16),
+        (AMD, "bfloat16", torch.bfloat16),
+        (TURING, "auto", torch.float16),
+        (TURING, "float16", torch.float16),
+        (TURING, "float32", torch.float32),
+    ],
+)
+def test_dtype_is_one_that_the_gpu_computes(gpu: Gpu, wish: str, dtype: torch.dtype) -> None:
+    assert choose_dtype(wish, torch.device("cuda:0"), [gpu]) is dtype
+
+
+def test_dtype_is_decided_by_the_chosen_gpu() -> None:
+    assert choose_dtype("auto", torch.device("cuda:1"), [HOPPER, TURING]) is torch.float16
+    assert choose_dtype("auto", CPU, [TURING]) is torch.bfloat16
+
+
+def test_half_precision_of_another_kind_is_said_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        choose_dtype("auto", torch.device("cuda:0"), [TURING])
+    assert "computing in float16, for Tesla T4 (sm_75) does not compute bfloat16" in caplog.text
+
+
+def test_bfloat16_where_it_does_not_exist_is_refused() -> None:
+    with pytest.raises(StartupError, match="--dtype bfloat16: Tesla T4"):
+        choose_dtype("bfloat16", torch.device("cuda:0"), [TURING])
+
+
+def test_using_the_cpu_needs_nothing() -> None:
+    use_device(CPU)

@@ -1,0 +1,128 @@
+"""How a step's arrays get to the device: on a CPU as they are, on a GPU through pinned memory in one copy.
+
+A copy from pageable memory makes the host wait until it is done, and each copy costs a launch. So all arrays of a step
+are packed into one page-locked buffer, which one asynchronous copy brings over; the device sees views of it:
+
+    host     | token_ids | positions | slot_mapping | ... | block_table |      one of two buffers, in turn
+                                    │ one copy
+    device   | token_ids | positions | slot_mapping | ... | block_table |      one buffer
+
+A host buffer is written again only when an event says that its last copy is done. The device buffer needs none: the
+next copy waits in the same stream behind the step that reads the last one. Where an array begins depends on the sizes
+of those before it alone, so equal shapes lie at equal addresses: what a CUDA graph needs of its inputs.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Array = npt.NDArray[np.generic]
+
+_ALIGNMENT_BYTES = 16  # as kernels load
+_NUM_HOST_BUFFERS = 2  # one is written while the other is copied
+_TORCH_DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
+
+
+class InputTransfer(Protocol):
+    """The way of a step's arrays to the device."""
+
+    def send(self, arrays: Sequence[Array]) -> list[Tensor]:
+        """Return the arrays as tensors on the device, valid until the next call; each is int32 or int64."""
+
+
+class SharedInputs:
+    """For CPUs: tensors over the arrays' own memory, which live as long as the tensors."""
+
+    def send(self, arrays: Sequence[Array]) -> list[Tensor]:
+        """See InputTransfer."""
+        return [torch.from_numpy(array) for array in arrays]
+
+
+class Event(Protocol):
+    """A point in a device's stream, as torch.cuda.Event marks it."""
+
+    def record(self) -> None:
+        """Mark what was queued until now."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has passed the mark."""
+
+
+class PinnedInputs:
+    """For GPUs: see the module. One thread alone may use it."""
+
+    def __init__(
+        self,
+        capacity_bytes: int,
+        device: torch.device,
+        allocate_host: Callable[[int], Tensor],
+        make_event: Callable[[], Event],
+    ) -> None:
+        self._device_buffer = torch.empty(capacity_bytes, dtype=torch.uint8, device=device)
+        self._host_buffers = [_HostBuffer(allocate_host(capacity_bytes), make_event) for _ in range(_NUM_HOST_BUFFERS)]
+        self._turn = 0
+
+    @classmethod
+    def on_gpu(cls, capacity_bytes: int, device: torch.device) -> "PinnedInputs":
+        """Return one for a GPU."""
+
+        def allocate_host(num_bytes: int) -> Tensor:
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+        return cls(capacity_bytes, device, allocate_host, torch.cuda.Event)
+
+    def send(self, arrays: Sequence[Array]) -> list[Tensor]:
+        """See InputTransfer. Together they take at most the capacity, by `packed_bytes`."""
+        host = self._host_buffers[self._turn]
+        self._turn = (self._turn + 1) % len(self._host_buffers)
+        offsets, total_bytes = _pack([array.nbytes for array in arrays])
+        assert total_bytes <= len(self._device_buffer)
+        host.fill(arrays, offsets)
+        self._device_buffer[:total_bytes].copy_(host.tensor[:total_bytes], non_blocking=True)
+        host.mark()
+        return [self._view(array, offset) for array, offset in zip(arrays, offsets, strict=True)]
+
+    def _view(self, array: Array, offset: int) -> Tensor:
+        raw = self._device_buffer[offset : offset + array.nbytes]
+        return raw.view(_TORCH_DTYPES[array.dtype]).view(array.shape)
+
+
+class _HostBuffer:
+    """Page-locked memory, and the event behind the last copy out of it."""
+
+    def __init__(self, tensor: Tensor, make_event: Callable[[], Event]) -> None:
+        self.tensor = tensor
+        self._bytes = tensor.numpy()
+        self._copied = make_event()
+        self._is_copying = False
+
+    def fill(self, arrays: Sequence[Array], offsets: Iterable[int]) -> None:
+        """Write the arrays, when the device no longer reads what was there."""
+        if self._is_copying:
+            self._copied.synchronize()
+        for array, offset in zip(arrays, offsets, strict=True):
+            target = self._bytes[offset : offset + array.nbytes].view(array.dtype)
+            np.copyto(target.reshape(array.shape), array)
+
+    def mark(self) -> None:
+        """Remember that a copy was just queued."""
+        self._copied.record()
+        self._is_copying = True
+
+
+def packed_bytes(array_bytes: Iterable[int]) -> int:
+    """Return the bytes that arrays of these sizes take when they are packed."""
+    return _pack(array_bytes)[1]
+
+
+def _pack(array_bytes: Iterable[int]) -> tuple[list[int], int]:
+    """Return where each array begins, and the bytes of all."""
+    offsets, end = [], 0
+    for num_bytes in array_bytes:
+        offsets.append(end)
+        end += -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    return offsets, end
