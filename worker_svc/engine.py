@@ -109,7 +109,7 @@ class GpuParts:
 
 
 class GpuBuilder:
-    """Sizes a GPU's arena, then makes the compute on it."""
+    """Sizes a GPU's arena, then makes the compute on it. All that it makes shares one way for a step's inputs."""
 
     def __init__(self, decoder: Decoder, backend: Backend, limits: StepLimits, parts: GpuParts) -> None:
         self._decoder = decoder
@@ -171,8 +171,12 @@ class GpuBuilder:
         self._backend.warm_up(plan.layout, self._decoder.config.num_heads, self._decoder.attention_params)
         compute = ModelCompute(self._decoder, self._backend, plan, arena, self._parts.inputs)
         if buckets:
-            compute.record_graphs(self._empty_graphs(buckets), buckets)
+            self.record(compute, buckets)
         return compute
+
+    def record(self, compute: ModelCompute, buckets: tuple[int, ...]) -> None:
+        """Record a built compute's graphs, in place of those that it may have."""
+        compute.record_graphs(self._empty_graphs(buckets), buckets)
 
     def _empty_graphs(self, buckets: tuple[int, ...]) -> DecodeGraphs:
         return DecodeGraphs(
