@@ -5,6 +5,8 @@ import logging
 import pytest
 import torch
 
+from kernels.errors import UnsupportedDeviceError
+from worker_svc import assembly
 from worker_svc.device import CPU, Gpu, choose_device, choose_dtype, use_device
 from worker_svc.errors import StartupError
 
@@ -70,3 +72,20 @@ def test_bfloat16_where_it_does_not_exist_is_refused() -> None:
 
 def test_using_the_cpu_needs_nothing() -> None:
     use_device(CPU)
+
+
+def test_gpu_without_kernels_is_passed_by_where_the_choice_is_ours(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cpu_backend = object()
+
+    def backend_for(device: torch.device) -> object:
+        if device.type == "cuda":
+            raise UnsupportedDeviceError("the kernels for GPUs need the package 'triton'")
+        return cpu_backend
+
+    monkeypatch.setattr(assembly, "backend_for", backend_for)
+    assert assembly._device_and_backend("auto", [HOPPER]) == (CPU, cpu_backend)
+    assert "computing on the CPU, though there is a GPU: the kernels for GPUs need" in caplog.text
+    with pytest.raises(UnsupportedDeviceError):
+        assembly._device_and_backend("cuda", [HOPPER])
