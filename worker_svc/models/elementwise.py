@@ -1,8 +1,8 @@
 """The decoder's work between matrix products and attention: norms, rotation, gating.
 
 At 8 decoding rows a model of 30 layers makes hundreds of such small operations a step, and what counts is calls, not
-arithmetic. So each operation is one fused call into buffers that the caller allocates once a step. On CPUs compiled
-kernels (`kernels/cpu/elementwise.py`) do them; elsewhere torch.
+arithmetic. So each operation is one fused call into buffers that the caller allocates once a step. Compiled kernels do
+them on CPUs (`kernels/cpu/elementwise.py`) and on GPUs (`kernels/triton/elementwise.py`); elsewhere torch.
 """
 
 from typing import Protocol
@@ -34,9 +34,8 @@ class Elementwise(Protocol):
 class TorchElementwise:
     """Plain torch for any device and dtype; norms and rotation are computed in float32.
 
-    On a GPU each torch operation is a launch, and a pass over memory: so operations that torch fuses are used, and
-    results are rounded as they are written, which costs no pass of its own. That makes 3 launches a norm, 4 a rotation,
-    2 a gate.
+    Each torch operation is a launch, and a pass over memory: so operations that torch fuses are used, and results are
+    rounded as they are written, which costs no pass of its own. That makes 3 launches a norm, 4 a rotation, 2 a gate.
     """
 
     def add_rms_norm(self, residual: Tensor, delta: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
@@ -59,10 +58,14 @@ class TorchElementwise:
 
 
 def elementwise_for(device: torch.device) -> Elementwise:
-    """Return the fastest implementation for a device, compiled; the CPU's takes float32 alone."""
-    if device.type != "cpu":
-        return TorchElementwise()
-    # Imported here: a GPU worker needs no Numba.
-    from kernels.cpu.elementwise import CpuElementwise
+    """Return the fastest implementation for a device; the CPU's is compiled, and takes float32 alone."""
+    # Imported here: each loads a compiler that the other device has no need of.
+    if device.type == "cpu":
+        from kernels.cpu.elementwise import CpuElementwise
 
-    return CpuElementwise()
+        return CpuElementwise()
+    if device.type == "cuda":
+        from kernels.triton.elementwise import TritonElementwise
+
+        return TritonElementwise()
+    return TorchElementwise()
