@@ -1,7 +1,7 @@
 """`python -m bench.gpu`: what a GPU makes of the kernels and of the engine, in at most six minutes, as one table.
 
 Every kernel is checked against the reference and timed against its floor (the rates of a copy and of a matrix product,
-measured first) and against torch's SDPA; then the engine serves a model of random weights in the shape of Llama 3.1 8B.
+measured first) and against torch (SDPA); then the engine serves a model of random weights in the shape of Llama 3.1 8B.
 Each part begins only while the time budget lasts. It needs torch, triton, numpy, numba, grpcio, protobuf and httpx; no
 files and no network.
 
@@ -26,9 +26,11 @@ from bench.gpu_kernels import (
     Row,
     check_attention,
     check_block_operations,
+    check_elementwise,
     check_sampler,
     time_attention,
     time_copies,
+    time_elementwise,
     time_writes,
 )
 from bench.report import say, table
@@ -169,6 +171,9 @@ class Run:
         """Run every part for which there is time: what matters most comes first."""
         sizes = self._sizes
         self._check(f"{sizes.heads}, bfloat16", self._check_heads(sizes.heads, torch.bfloat16))
+        for dtype in self._bench.dtypes:
+            words = f"norm, rotation and gate, {_name(dtype)}"
+            self._check(words, check_elementwise(sizes.model, 33, dtype, self._bench))
         self._check("sampler", check_sampler(*sizes.sampler, self._bench))
         self.summary.append(table([TIME_HEADER, *self._kernel_times()]))
         if self._budget.allows("the engine", 60):
@@ -177,7 +182,7 @@ class Run:
             self._release()
         for heads, dtype in self._other_checks():
             if self._budget.allows(f"check of {heads}, {dtype}", 15):
-                self._check(f"{heads}, {str(dtype).removeprefix('torch.')}", self._check_heads(heads, dtype))
+                self._check(f"{heads}, {_name(dtype)}", self._check_heads(heads, dtype))
         self.summary += [f"left out for lack of time: {what}" for what in self._budget.left_out]
 
     def _check_heads(self, heads: Heads, dtype: torch.dtype) -> str:
@@ -198,6 +203,7 @@ class Run:
     def _kernel_times(self) -> Iterator[tuple[str, ...]]:
         sizes, bench, ceilings = self._sizes, self._bench, self._ceilings
         times = [time_writes(self._backend, sizes.heads, sizes.write_tokens, bench, ceilings)]
+        times += time_elementwise(sizes.model, sizes.write_tokens, bench, ceilings)
         times += time_copies(self._backend, sizes.heads, sizes.copied_blocks, bench, ceilings)
         loads = [(num_rows, (context_len, 1)) for num_rows, context_len in sizes.decodes] + list(sizes.prefills)
         for num_rows, row in loads:
@@ -241,6 +247,10 @@ class Run:
     def _release(self) -> None:
         if self._bench.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def main(arguments: Sequence[str]) -> int:

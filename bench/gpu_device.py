@@ -12,6 +12,7 @@ from kernels.dispatch import Backend, backend_for
 from worker_svc.engine import GpuParts, StepLimits
 from worker_svc.gpu_memory import MemoryReading
 from worker_svc.graphs import CudaGraphRecorder, Recorder, RerunRecorder
+from worker_svc.models.elementwise import Elementwise, elementwise_for
 from worker_svc.staging import PinnedInputs
 
 _GIB = 1024**3
@@ -34,6 +35,10 @@ class Bench:
     def backend(self) -> Backend:
         """Return the kernels."""
         return backend_for(self.device)
+
+    def elementwise(self) -> Elementwise:
+        """Return the operations between matrix products."""
+        return elementwise_for(self.device)
 
     def describe(self) -> str:
         """Return one line about device and libraries."""
@@ -91,6 +96,12 @@ class DryBench(Bench):
 
         dtypes = dict.fromkeys(("bfloat16", "float16", "float32"), tl.float32)
         return TritonBackend("cpu", Chip("cuda", 90), dtypes)
+
+    def elementwise(self) -> Elementwise:
+        """Return the GPU's, interpreted."""
+        from kernels.triton.elementwise import TritonElementwise
+
+        return TritonElementwise()
 
     def describe(self) -> str:
         """Return one line that says what this is not."""

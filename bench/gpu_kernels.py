@@ -7,6 +7,7 @@ matrix product, both measured in the same run.
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,6 +19,8 @@ from bench.gpu_device import Bench, Ceilings
 from kernels.dispatch import AttentionBatch, AttentionParams, Backend
 from kernels.formats import PLACES_PER_SLAB, Format, KVLayout, entry
 from kernels.reference import ReferenceBackend
+from worker_svc.models.config import ModelConfig
+from worker_svc.models.elementwise import Elementwise, TorchElementwise
 from worker_svc.sampler import Sampler, SamplingRow
 from worker_svc.sampling import RowSampling
 from worker_svc.torch_sampler import TorchSampler
@@ -62,15 +65,15 @@ class KernelTime:
     name: str
     ms: float
     floor_ms: float
-    sdpa_ms: float | None = None
+    torch_ms: float | None = None  # SDPA; for what is no attention, torch's own operations
 
     def cells(self) -> tuple[str, ...]:
         """Return it as a row of a table."""
-        sdpa = ("-", "-") if self.sdpa_ms is None else (f"{self.sdpa_ms:.4f}", f"{self.ms / self.sdpa_ms:.2f}")
-        return self.name, f"{self.ms:.4f}", f"{self.floor_ms:.4f}", f"{self.ms / self.floor_ms:.2f}", *sdpa
+        torchs = ("-", "-") if self.torch_ms is None else (f"{self.torch_ms:.4f}", f"{self.ms / self.torch_ms:.2f}")
+        return self.name, f"{self.ms:.4f}", f"{self.floor_ms:.4f}", f"{self.ms / self.floor_ms:.2f}", *torchs
 
 
-TIME_HEADER = ("kernel, for one layer", "ms", "floor ms", "ms / floor", "SDPA ms", "ms / SDPA")
+TIME_HEADER = ("kernel, for one layer", "ms", "floor ms", "ms / floor", "torch ms", "ms / torch")
 
 
 @dataclass
@@ -193,6 +196,58 @@ def check_block_operations(backend: Backend, heads: Heads, dtype: torch.dtype, b
     return "" if torch.equal(arena, wanted) else "copied or zeroed blocks hold other bytes"
 
 
+class Activations:
+    """A step's tensors between matrix products."""
+
+    def __init__(self, config: ModelConfig, num_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
+        def noise(*shape: int) -> Tensor:
+            return torch.randn(shape, device=device).to(dtype)
+
+        hidden, inner, half = config.hidden_size, config.intermediate_size, config.head_size // 2
+        self.num_rotated = config.num_heads + config.num_kv_heads
+        self.residual, self.delta, self.normed = (noise(num_tokens, hidden) for _ in range(3))
+        self.weight = noise(hidden)
+        self.heads = noise(num_tokens, self.num_rotated + config.num_kv_heads, config.head_size)
+        angles = torch.randn(num_tokens, half, device=device) * 100
+        self.cos, self.sin = angles.cos(), angles.sin()
+        self.gate_up, self.gated = noise(num_tokens, 2 * inner), noise(num_tokens, inner)
+
+    def add_rms_norm(self, operations: Elementwise) -> Tensor:
+        """Run the operation on them, and return what it wrote last."""
+        operations.add_rms_norm(self.residual, self.delta, self.weight, 1e-5, self.normed)
+        return self.normed
+
+    def rotate(self, operations: Elementwise) -> Tensor:
+        """As add_rms_norm."""
+        operations.rotate(self.heads, self.num_rotated, self.cos, self.sin)
+        return self.heads
+
+    def silu_mul(self, operations: Elementwise) -> Tensor:
+        """As add_rms_norm."""
+        operations.silu_mul(self.gate_up, self.gated)
+        return self.gated
+
+
+def check_elementwise(config: ModelConfig, num_tokens: int, dtype: torch.dtype, bench: Bench) -> str:
+    """Run the operations between products, and torch's on the same numbers in float32; return "" or what is wrong."""
+    ours, reference = bench.elementwise(), TorchElementwise()
+    for run in (Activations.add_rms_norm, Activations.rotate, Activations.silu_mul):
+        torch.manual_seed(1)
+        found = run(Activations(config, num_tokens, dtype, bench.device), ours).float()
+        torch.manual_seed(1)
+        wanted = run(_widened(Activations(config, num_tokens, dtype, bench.device)), reference)
+        error = float((found - wanted).norm() / wanted.norm())
+        if not error <= _TOLERANCE[dtype]:
+            return f"{run.__name__} is off by {error:.2g} of its norm"
+    return ""
+
+
+def _widened(activations: Activations) -> Activations:
+    for name in ("residual", "delta", "normed", "weight", "heads", "gate_up", "gated"):
+        setattr(activations, name, getattr(activations, name).float())
+    return activations
+
+
 def check_sampler(vocab_size: int, num_rows: int, bench: Bench) -> str:
     """Sample with the device's sampler and with the CPU's; return "" or what is wrong."""
     no_ids = np.zeros(0, dtype=np.int64)
@@ -238,6 +293,27 @@ def time_writes(backend: Backend, heads: Heads, num_tokens: int, bench: Bench, c
 
     ms = bench.recorded_milliseconds(write, 10) / case.num_layers
     return KernelTime(f"write_kv, {num_tokens} tokens", ms, 2e3 * case.kv_bytes / ceilings.bytes_per_s)
+
+
+def time_elementwise(config: ModelConfig, num_tokens: int, bench: Bench, ceilings: Ceilings) -> list[KernelTime]:
+    """Time the operations between products, torch's beside them."""
+    ours, reference = bench.elementwise(), TorchElementwise()
+    activations = Activations(config, num_tokens, torch.bfloat16, bench.device)
+    rotated = activations.num_rotated * config.head_size
+    passes = {  # elements of a token that are read or written
+        Activations.add_rms_norm: 4 * config.hidden_size,
+        Activations.rotate: 2 * rotated,
+        Activations.silu_mul: 3 * config.intermediate_size,
+    }
+    return [
+        KernelTime(
+            f"{run.__name__}, {num_tokens} tokens",
+            bench.recorded_milliseconds(partial(run, activations, ours), 10),
+            2e3 * num_tokens * elements / ceilings.bytes_per_s,
+            bench.recorded_milliseconds(partial(run, activations, reference), 10),
+        )
+        for run, elements in passes.items()
+    ]
 
 
 def time_copies(backend: Backend, heads: Heads, num_blocks: int, bench: Bench, ceilings: Ceilings) -> list[KernelTime]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 _GATE_TILE = 1024  # elements of a program
 _ROTATE_TILE = 2048
+_FUSED = {"enable_fp_fusion": True}  # the compiler's default is about to change
 
 
 @triton.jit
@@ -70,7 +71,9 @@ class TritonElementwise:
         pad = triton.next_power_of_2(size)
         # 16 elements a thread: enough loads under way, and a reduction over few warps.
         num_warps = max(1, min(pad // 512, 16))
-        add_norm_kernel[(num_tokens,)](residual, delta, weight, out, eps, SIZE=size, PAD=pad, num_warps=num_warps)
+        add_norm_kernel[(num_tokens,)](
+            residual, delta, weight, out, eps, SIZE=size, PAD=pad, num_warps=num_warps, **_FUSED
+        )
 
     def rotate(self, heads: Tensor, num_rotated: int, cos: Tensor, sin: Tensor) -> None:
         """Rotate the first `num_rotated` of heads [T, heads, D] in place.
@@ -82,11 +85,19 @@ class TritonElementwise:
         half_pad = triton.next_power_of_2(size // 2)
         per_program = max(1, min(_ROTATE_TILE // half_pad, triton.next_power_of_2(num_rotated)))
         rotate_kernel[num_tokens, triton.cdiv(num_rotated, per_program)](
-            heads, cos, sin, num_rotated, TOKEN=num_heads * size, HALF=size // 2, HALF_PAD=half_pad, HEADS=per_program
+            heads,
+            cos,
+            sin,
+            num_rotated,
+            TOKEN=num_heads * size,
+            HALF=size // 2,
+            HALF_PAD=half_pad,
+            HEADS=per_program,
+            **_FUSED,
         )
 
     def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
         """out = silu(gate) * up for gate_up [T, 2 I], gate first; out [T, I]."""
         num_tokens, size = out.shape
         tile = min(_GATE_TILE, triton.next_power_of_2(size))
-        silu_mul_kernel[num_tokens, triton.cdiv(size, tile)](gate_up, out, SIZE=size, TILE=tile)
+        silu_mul_kernel[num_tokens, triton.cdiv(size, tile)](gate_up, out, SIZE=size, TILE=tile, **_FUSED)
