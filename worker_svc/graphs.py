@@ -156,7 +156,7 @@ class DecodeGraphs:
         """
         descending = sorted(buckets, reverse=True)
         logged_every = -(-len(descending) // _NUM_LOGGED)
-        with _collector_at_rest():
+        with _no_collection():
             for idx, bucket in enumerate(descending):
                 if idx % logged_every == 0:
                     logger.info("recording graph %d of %d: decode of %d rows", idx + 1, len(descending), bucket)
@@ -222,11 +222,13 @@ def _empty_decode() -> StepBatch:
 
 
 @contextmanager
-def _collector_at_rest() -> Iterator[None]:
-    """Spare the objects that exist from collections in the block: torch collects before each graph."""
+def _no_collection() -> Iterator[None]:
+    """Keep the garbage collector away in the block: what it frees may call the driver, which spoils a recording."""
+    was_enabled = gc.isenabled()
     gc.collect()
-    gc.freeze()
+    gc.disable()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if was_enabled:
+            gc.enable()
