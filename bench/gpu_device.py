@@ -90,12 +90,10 @@ class DryBench(Bench):
 
     def backend(self) -> Backend:
         """Return the same kernels, interpreted; products are in float32, for the interpreter's bfloat16 is wrong."""
-        import triton.language as tl
-        from kernels.triton.backend import TritonBackend
+        from kernels.triton.backend import TRITON_DTYPES, TritonBackend
         from kernels.triton.tuning import Chip
 
-        dtypes = dict.fromkeys(("bfloat16", "float16", "float32"), tl.float32)
-        return TritonBackend("cpu", Chip("cuda", 90), dtypes)
+        return TritonBackend("cpu", Chip("cuda", 90), dict.fromkeys(TRITON_DTYPES, TRITON_DTYPES["float32"]))
 
     def elementwise(self) -> Elementwise:
         """Return the GPU's, interpreted."""
