@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.deploy.conftest import NO_ENGINE
-from tests.deploy.engine import IMAGES, SERVICES, Deployment, Load, engine_answers, until
+from tests.deploy.engine import IMAGES, SERVICES, Deployment, Load, engine_answers, run, until
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -98,6 +98,24 @@ def test_call_with_another_token_is_refused(cell: Deployment) -> None:
             cell.execute(service, "python", "-m", module, QUIRE_CLUSTER_TOKEN="guessed")
 
 
+def test_secrets_are_where_they_are_needed_and_nowhere_else(cell: Deployment) -> None:
+    token = cell.execute("worker", "cat", "/run/quire/quire_cluster_token").strip()
+    config = cell.execute("redis", "cat", "/run/secrets/redis.conf").strip()
+    password = config.removeprefix("requirepass ")
+    assert len(token) == len(password) == 64
+    for service in SERVICES:
+        container = cell.ids(service)[0]
+        shown = str(cell.inspect(container)) + run("docker", "top", container, "-eo", "pid,args")
+        assert token not in shown
+        assert password not in shown
+    for service in ("gateway", "worker"):
+        found = cell.execute(
+            service, "sh", "-c", "cat /run/quire/* /run/quire-redis/* /run/secrets/* 2>/dev/null || true"
+        )
+        assert token in found
+        assert password not in found
+
+
 def test_redis_asks_for_its_password(cell: Deployment) -> None:
     assert "NOAUTH" in cell.execute("redis", "redis-cli", "ping")
 
@@ -147,6 +165,10 @@ def test_restart_of_redis_fails_no_request_and_keeps_what_was_written(cell: Depl
         load.wait_for_answers(8)
     assert load.failures == []
     figures.append(f"Redis restarted under load: {load.num_answers} requests, 0 failed")
+
+
+def test_gpu_overlay_fits_the_file_that_it_overlays(cell: Deployment) -> None:
+    cell.compose("--file", "docker-compose.yml", "--file", "deploy/compose.gpu.yml", "config", "--quiet")
 
 
 def test_down_leaves_nothing(cell: Deployment) -> None:
