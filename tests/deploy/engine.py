@@ -120,7 +120,7 @@ class Deployment:
         except httpx.TransportError:
             return False
 
-    def wait_for_workers(self, count: int, seconds: float = 120) -> None:
+    def wait_for_workers(self, count: int, seconds: float = 300) -> None:
         """Wait until so many workers serve."""
         until(lambda: self.metric("quire_workers") == count, f"{count} workers\n{self.logs()}", seconds)
 
