@@ -1,4 +1,4 @@
-"""How every service reads its settings: flags, or `QUIRE_*` variables or files with the same names. Imports nothing heavy."""
+"""How every service reads its settings: flags, `QUIRE_*` variables, or files of those names. Imports nothing heavy."""
 
 from collections.abc import Sequence
 from typing import TypeVar
