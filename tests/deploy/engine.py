@@ -139,6 +139,8 @@ class Deployment:
         """Take down whatever is up, and forget the images."""
         self.down()
         run("docker", "image", "rm", "--force", *map(self.image, IMAGES))
+        label = f"label=com.docker.compose.project={self.project}"  # two services share an image: one build has no name
+        run("docker", "image", "prune", "--force", "--filter", label)
 
 
 class Load:
