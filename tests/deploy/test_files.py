@@ -45,9 +45,7 @@ def test_service_is_watched_restarted_and_held_in(name: str) -> None:
 def test_every_variable_is_a_setting_of_its_service(name: str) -> None:
     variables = COMPOSE["services"][name]["environment"] | GPU["services"].get(name, {}).get("environment", {})
     ours = {variable for variable in variables if variable.startswith("QUIRE_")} - NO_SETTINGS
-    assert {variable.removeprefix("QUIRE_").lower() for variable in ours} <= SETTINGS[name].model_fields.keys() | (
-        {"redis_url"} if name == "scheduler" else set()
-    )
+    assert {variable.removeprefix("QUIRE_").lower() for variable in ours} <= SETTINGS[name].model_fields.keys()
 
 
 def test_secrets_are_no_variables_of_the_services() -> None:
