@@ -1,4 +1,4 @@
-"""The gateway's settings: flags, or `QUIRE_*` variables with the same names. Imports nothing heavy."""
+"""The gateway's settings: flags, or `QUIRE_*` variables or files with the same names. Imports nothing heavy."""
 
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict

@@ -1,10 +1,12 @@
-"""How every service reads its settings: flags, or `QUIRE_*` variables with the same names. Imports nothing heavy."""
+"""How every service reads its settings: flags, `QUIRE_*` variables, or files of those names. Imports nothing heavy."""
 
 from collections.abc import Sequence
 from typing import TypeVar
 
 from pydantic import ValidationError, field_validator
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict, SettingsError
+
+from protos.settings_files import settings_folders
 
 ENV_PREFIX = "QUIRE_"
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -21,6 +23,7 @@ class ServiceSettings(BaseSettings):
 
     model_config = SettingsConfigDict(
         env_prefix=ENV_PREFIX,
+        secrets_dir=settings_folders(),
         frozen=True,
         cli_kebab_case=True,
         cli_implicit_flags=True,

@@ -14,6 +14,7 @@ from pydantic_settings import BaseSettings, CliSuppress, SettingsConfigDict
 
 from gateway.settings import GatewaySettings
 from protos.settings import ENV_PREFIX
+from protos.settings_files import FOLDERS_VARIABLE
 from scheduler_svc.settings import SchedulerSettings
 from worker_svc.settings import WorkerSettings
 
@@ -51,6 +52,8 @@ def child_environ(settings: ServeSettings, service: type[BaseSettings], **overri
     environ = {name: value for name, value in os.environ.items() if not name.upper().startswith(ENV_PREFIX)}
     # A child's lines are the supervisor's to filter, and its ready line is one of level info.
     log_level = "debug" if settings.log_level == "debug" else "info"
+    # Whatever is to be read from files, the supervisor has read.
+    environ[FOLDERS_VARIABLE] = ""
     values: Mapping[str, Any] = settings.model_dump(mode="json") | {"log_level": log_level} | overrides
     for name, field in service.model_fields.items():
         value = values[name]

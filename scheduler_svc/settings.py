@@ -1,4 +1,4 @@
-"""The scheduler's settings: flags, or `QUIRE_*` variables with the same names. Imports nothing heavy."""
+"""The scheduler's settings: flags, or `QUIRE_*` variables or files with the same names. Imports nothing heavy."""
 
 from typing import Literal
 

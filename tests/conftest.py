@@ -10,6 +10,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Flags that the person who runs the tests has set for their own cells must not reach the ones under test.
 for name in [name for name in os.environ if name.upper().startswith("QUIRE_")]:
     del os.environ[name]
+os.environ["QUIRE_SETTINGS_FOLDERS"] = ""
 
 # Here, before any other package imports Triton to compile; there is none to import where there is no Linux.
 with contextlib.suppress(ModuleNotFoundError):

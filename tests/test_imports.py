@@ -27,6 +27,7 @@ ALLOWED = {
         "quire",
         "protos.channel",
         "protos.settings",
+        "protos.settings_files",
         "gateway.settings",
         "scheduler_svc.settings",
         "worker_svc.settings",

@@ -1,4 +1,4 @@
-"""The worker's settings: flags, or `QUIRE_*` variables with the same names. Imports nothing heavy."""
+"""The worker's settings: flags, or `QUIRE_*` variables or files with the same names. Imports nothing heavy."""
 
 import re
 from typing import Literal

@@ -1,0 +1,27 @@
+"""Asks a service of this machine whether it answers, for the health check of its container."""
+
+import sys
+from collections.abc import Callable
+
+import grpc
+
+from protos.channel import CHANNEL_OPTIONS, token_metadata
+
+TIMEOUT_S = 4.0
+_WILDCARD_HOSTS = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "[::]": "[::1]"}
+
+
+def probe(host: str, port: int, token: str, call: Callable[..., object]) -> int:
+    """Return 0 when the service that listens on `host` and `port` answers, else 1 with one line on standard error.
+
+    `call(channel, metadata=..., timeout=...)` makes one call; what it returns does not matter.
+    """
+    address = f"{_WILDCARD_HOSTS.get(host, host)}:{port}"
+    with grpc.insecure_channel(address, options=list(CHANNEL_OPTIONS)) as channel:
+        try:
+            call(channel, metadata=token_metadata(token), timeout=TIMEOUT_S)
+        except grpc.RpcError as error:
+            code = error.code() if isinstance(error, grpc.Call) else error
+            print(f"no answer from {address}: {code}", file=sys.stderr)
+            return 1
+    return 0

@@ -1,0 +1,88 @@
+"""Dockerfile and Compose files, read as text: what must hold wherever they are used."""
+
+import re
+from typing import Any
+
+import pytest
+import yaml
+from pydantic_settings import BaseSettings
+
+from gateway.settings import GatewaySettings
+from protos.settings_files import FOLDERS_VARIABLE
+from quire.prepare import PrepareSettings
+from scheduler_svc.settings import SchedulerSettings
+from tests.deploy.engine import ROOT, SERVICES
+from worker_svc.loader.resolve import BUNDLED_REQUIREMENT
+from worker_svc.settings import WorkerSettings
+
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+GPU: dict[str, Any] = yaml.safe_load((ROOT / "deploy" / "compose.gpu.yml").read_text())
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+SETTINGS: dict[str, type[BaseSettings]] = {
+    "gateway": GatewaySettings,
+    "scheduler": SchedulerSettings,
+    "worker": WorkerSettings,
+    "prepare": PrepareSettings,
+}
+# Given by the file for something else than the setting of that name.
+NO_SETTINGS = {FOLDERS_VARIABLE}
+
+
+def test_only_the_gateway_publishes_a_port() -> None:
+    assert [name for name, service in COMPOSE["services"].items() if service.get("ports")] == ["gateway"]
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_service_is_watched_restarted_and_held_in(name: str) -> None:
+    service = COMPOSE["services"][name]
+    assert service["healthcheck"]["test"]
+    assert service["restart"] == "unless-stopped"
+    assert service["read_only"]
+    assert service["cap_drop"] == ["ALL"]
+
+
+@pytest.mark.parametrize("name", sorted(SETTINGS))
+def test_every_variable_is_a_setting_of_its_service(name: str) -> None:
+    variables = COMPOSE["services"][name]["environment"] | GPU["services"].get(name, {}).get("environment", {})
+    ours = {variable for variable in variables if variable.startswith("QUIRE_")} - NO_SETTINGS
+    assert {variable.removeprefix("QUIRE_").lower() for variable in ours} <= SETTINGS[name].model_fields.keys()
+
+
+def test_secrets_are_no_variables_of_the_services() -> None:
+    for name in SERVICES:
+        assert "QUIRE_CLUSTER_TOKEN" not in COMPOSE["services"][name].get("environment", {})
+
+
+def test_redis_is_reached_by_the_scheduler_alone() -> None:
+    on_index = {name for name, service in COMPOSE["services"].items() if "index" in service["networks"]}
+    assert on_index == {"scheduler", "redis"}
+    assert COMPOSE["networks"]["index"]["internal"]
+
+
+def test_last_stages_run_as_a_user_and_take_nothing_from_pip() -> None:
+    stages = re.split(r"^FROM ", DOCKERFILE, flags=re.M)[1:]
+    last = {stage.split()[2]: stage for stage in stages if stage.split()[2] in ("gateway", "scheduler", "worker")}
+    runtime = next(stage for stage in stages if stage.split()[2] == "runtime")
+    assert re.search(r"^USER \d", runtime, re.M)
+    for stage in last.values():
+        assert stage.startswith("runtime ")
+        assert not re.search(r"^(RUN|USER)", stage, re.M)
+
+
+def test_dockerfile_builds_without_extensions_of_its_language() -> None:
+    """Some engines in use know neither here-documents nor COPY --link, and cannot fetch another front end."""
+    assert "<<" not in DOCKERFILE
+    assert "--link" not in DOCKERFILE
+    assert "# syntax" not in DOCKERFILE
+
+
+def test_bundled_model_is_the_one_that_the_loader_knows() -> None:
+    assert BUNDLED_REQUIREMENT in DOCKERFILE
+    assert BUNDLED_REQUIREMENT in (ROOT / "Makefile").read_text()
+
+
+def test_gpu_overlay_changes_what_computes_and_nothing_else() -> None:
+    assert GPU["services"].keys() == {"prepare", "worker"}
+    assert GPU["services"]["prepare"]["image"] == GPU["services"]["worker"]["image"]
+    (device,) = GPU["services"]["worker"]["deploy"]["resources"]["reservations"]["devices"]
+    assert device["capabilities"] == ["gpu"]
