@@ -32,7 +32,7 @@ class SchedulerSettings(ServiceSettings):
     )
     max_num_seqs: int = Field(default=128, ge=1, description="sequences that a worker computes at once")
     max_num_batched_tokens: int | None = Field(
-        default=None, ge=1, description="tokens that a step computes; none: 512 on a CPU, 8192 on a GPU"
+        default=None, ge=1, description="tokens that a step computes; none: 256 on a CPU, 8192 on a GPU"
     )
     max_queued_requests: int = Field(
         default=1024,

@@ -38,7 +38,9 @@ from worker_svc.step import StepRunner
 
 logger = logging.getLogger(__name__)
 
-_DEFAULT_STEP_TOKENS = {"cpu": 512, "cuda": 8192}
+# While a chunk is computed, streams stand still: on two cores 0.3 s at 256 tokens and 0.6 s at 512, at the same rate of
+# tokens; below 256 it falls.
+_DEFAULT_STEP_TOKENS = {"cpu": 256, "cuda": 8192}
 
 
 @dataclass(frozen=True, slots=True)

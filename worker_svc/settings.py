@@ -49,7 +49,7 @@ class WorkerSettings(ServiceSettings):
     )
     max_num_seqs: int = Field(128, ge=1, description="sequences that a worker computes at once")
     max_num_batched_tokens: int | None = Field(
-        None, ge=1, description="tokens that a step computes; none: 512 on a CPU, 8192 on a GPU"
+        None, ge=1, description="tokens that a step computes; none: 256 on a CPU, 8192 on a GPU"
     )
     block_size: int = Field(16, description="tokens of a KV block: 8, 16 or 32")
     kv_cache_memory: ByteSize | None = Field(
