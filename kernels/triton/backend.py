@@ -200,7 +200,7 @@ def attention_of(
     group = group_size(num_query_heads, layout, params.sliding_window)
     if params.scale <= 0:
         raise UnsupportedShapeError(f"scale is {params.scale}, not above 0")
-    prefill, decode = tune_prefill(layout, group, chip), tune_decode(layout, group, chip)
+    prefill, decode = tune_prefill(layout, group, params, chip), tune_decode(layout, group, chip)
     common = {
         **block_constants(layout),
         "SCALE": params.scale,

@@ -7,6 +7,7 @@ memory (those in desktops) get a shorter pipeline.
 
 from dataclasses import dataclass
 
+from kernels.dispatch import AttentionParams
 from kernels.formats import KVLayout
 
 # CUDA architectures with 99 KiB of shared memory for a program; the others have 163 KiB or more.
@@ -47,14 +48,28 @@ def head_pad(layout: KVLayout) -> int:
     return _next_power_of_2(layout.head_size)
 
 
-def tune_prefill(layout: KVLayout, group: int, chip: Chip) -> Tuning:
+def tune_prefill(layout: KVLayout, group: int, params: AttentionParams, chip: Chip) -> Tuning:
     """Return the tuning of the prefill kernel for `group` query heads a KV head."""
     key_bytes = head_pad(layout) * layout.element_bytes
+    if layout.native_dtype == "float32":
+        return _tune_float32_prefill(key_bytes, group, chip)
     rows = max(64 if key_bytes > 256 else 128, _next_power_of_2(group))
     if chip.backend == "hip":
         return Tuning(rows, 16 if key_bytes > 256 else 32, num_warps=4, num_stages=2)
-    keys = 32 if key_bytes > 256 else 128 if key_bytes == 128 and chip.has_async_products else 64
+    if chip.has_async_products:
+        keys = {128: 128, 256: 64}.get(key_bytes, 32)
+    else:
+        # Products come from registers there, and masks of every tile take what 64 wide keys would need.
+        masked = params.sliding_window is not None or layout.head_size != head_pad(layout)
+        keys = 32 if key_bytes > 256 or (key_bytes == 256 and masked) else 64
     return Tuning(rows, keys, num_warps=8, num_stages=4 if chip.has_async_products or chip.has_small_shared else 5)
+
+
+def _tune_float32_prefill(key_bytes: int, group: int, chip: Chip) -> Tuning:
+    """Return small tiles: without tensor cores, a product takes many registers."""
+    rows, keys, num_warps = (64, 32, 8) if key_bytes <= 256 else (16, 16, 4)
+    rows = max(rows, _next_power_of_2(group))
+    return Tuning(rows, keys, num_warps, num_stages=2 if chip.backend == "hip" else 3)
 
 
 def tune_decode(layout: KVLayout, group: int, chip: Chip) -> Tuning:
