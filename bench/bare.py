@@ -13,9 +13,9 @@ import torch
 from bench.cell import model_folder
 from kernels.dispatch import backend_for
 from kernels.formats import PLACES_PER_SLAB, Format, entry
+from worker_svc.arena_plan import ArenaPlan, plan_arena
 from worker_svc.batch import StepBatch
 from worker_svc.compute import ModelCompute
-from worker_svc.kv import ArenaPlan, plan_arena
 from worker_svc.loader.checkpoint import Checkpoint
 from worker_svc.loader.folder import CONFIG_FILE
 from worker_svc.models.config import ModelConfig

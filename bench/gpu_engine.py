@@ -17,10 +17,10 @@ from bench.gpu_device import Bench, Ceilings
 from kernels.formats import PLACES_PER_SLAB, Format, entry
 from protos import common_pb2
 from protos import worker_pb2 as pb
+from worker_svc.arena_plan import plan_arena
 from worker_svc.compute import ModelCompute
 from worker_svc.engine import GpuBuilder, MemoryWish, StepLimits
 from worker_svc.entries import EntryBounds
-from worker_svc.kv import plan_arena
 from worker_svc.mirror import Mirror, MirrorLimits
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.decoder import Decoder

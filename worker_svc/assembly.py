@@ -11,6 +11,7 @@ import torch
 from kernels.dispatch import Backend, backend_for
 from kernels.errors import UnsupportedDeviceError
 from protos.common_pb2 import ModelInfo
+from worker_svc.arena_plan import ArenaPlan
 from worker_svc.compute import ModelCompute
 from worker_svc.device import CPU, Gpu, choose_device, choose_dtype, find_gpus, use_device
 from worker_svc.engine import (
@@ -23,7 +24,7 @@ from worker_svc.engine import (
 )
 from worker_svc.entries import EntryBounds
 from worker_svc.errors import StartupError
-from worker_svc.kv import ArenaPlan, check_weights_fit
+from worker_svc.kv import check_weights_fit
 from worker_svc.loader.checkpoint import Checkpoint
 from worker_svc.loader.fingerprint import fingerprint
 from worker_svc.loader.folder import CONFIG_FILE, GENERATION_CONFIG_FILE

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from kernels.dispatch import AttentionBatch, Backend
+from worker_svc.arena_plan import ArenaPlan
 from worker_svc.batch import StepBatch
 from worker_svc.graphs import DecodeGraphs, ForwardInputs, bucket_for
-from worker_svc.kv import ArenaPlan
 from worker_svc.models.decoder import Decoder
 from worker_svc.staging import InputTransfer, SharedInputs
 

@@ -8,11 +8,12 @@ from functools import partial
 import torch
 
 from kernels.dispatch import Backend
+from worker_svc.arena_plan import ArenaPlan, plan_arena
 from worker_svc.compute import ModelCompute
 from worker_svc.errors import StartupError
 from worker_svc.gpu_memory import CudaMemoryProbe, MemoryProbe, measure_needs
 from worker_svc.graphs import CudaGraphRecorder, DecodeGraphs, Recorder, decode_buckets
-from worker_svc.kv import ArenaPlan, cpu_budget, plan_arena
+from worker_svc.kv import cpu_budget
 from worker_svc.models.decoder import Decoder
 from worker_svc.profiling import activation_bytes, decode_batch, prefill_batch, prefill_slabs
 from worker_svc.sampler import Sampler, TokenSampler, demanding_rows

@@ -10,9 +10,9 @@ from torch import Tensor
 from kernels.formats import Format, KVLayout, entry
 from protos import common_pb2
 from protos import worker_pb2 as pb
+from worker_svc.arena_plan import ArenaPlan
 from worker_svc.batch import StepBatch
 from worker_svc.entries import EntryBounds
-from worker_svc.kv import ArenaPlan
 from worker_svc.mirror import Mirror, MirrorLimits
 from worker_svc.sampler import Sampler
 from worker_svc.step import StepRunner

@@ -11,11 +11,11 @@ from protos import worker_pb2 as pb
 from tests.worker.fake_gpu import CPU, GIB, FakeGpu, PaddingBackend, inputs_in_main_memory
 from tests.worker.fakes import continued, new_row, tokens_of
 from tests.worker.models.checkpoints import VOCAB_SIZE, Saved, save
+from worker_svc.arena_plan import ArenaPlan
 from worker_svc.engine import GpuBuilder, GpuParts, MemoryWish, StepLimits, gpu_buckets, make_sampler
 from worker_svc.entries import EntryBounds
 from worker_svc.errors import StartupError
 from worker_svc.graphs import Recording, RerunRecorder, bucket_for
-from worker_svc.kv import ArenaPlan
 from worker_svc.mirror import Mirror, MirrorLimits
 from worker_svc.models.decoder import Decoder
 from worker_svc.profiling import decode_batch, prefill_batch, prefill_slabs

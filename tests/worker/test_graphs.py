@@ -13,6 +13,7 @@ from protos import worker_pb2 as pb
 from tests.worker.fake_gpu import CPU, PaddingBackend, inputs_in_main_memory
 from tests.worker.fakes import LAYOUT, continued, entries_of, make_mirror, new_row
 from tests.worker.models.checkpoints import VOCAB_SIZE, save
+from worker_svc.arena_plan import ArenaPlan
 from worker_svc.batch import StepBatch, build_batch
 from worker_svc.compute import ModelCompute
 from worker_svc.graphs import (
@@ -24,7 +25,6 @@ from worker_svc.graphs import (
     decode_buckets,
     pad_decode,
 )
-from worker_svc.kv import ArenaPlan
 from worker_svc.mirror import Mirror
 from worker_svc.models.decoder import Decoder
 from worker_svc.profiling import decode_batch

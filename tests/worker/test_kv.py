@@ -7,8 +7,9 @@ import torch
 
 from kernels.formats import Format, KVLayout
 from worker_svc import kv
+from worker_svc.arena_plan import plan_arena
 from worker_svc.errors import OutOfMemoryAtStartError
-from worker_svc.kv import DEFAULT_CPU_BYTES, cpu_budget, plan_arena
+from worker_svc.kv import DEFAULT_CPU_BYTES, cpu_budget
 
 NUM_LAYERS = 3
 BLOCK_BYTES = 2 * 2 * 64 * 16 * 2 * NUM_LAYERS  # of all layers
