@@ -1,14 +1,17 @@
 """The entry point of the `quire` command: it names a subcommand and hands it the rest of the line."""
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from typing import NoReturn
 
 USAGE = """\
 usage: quire COMMAND [flags]
 
   serve      serve a model: gateway, scheduler and worker on this machine
   chat       talk to a served model in the terminal
+  plan       how many sequences fit into a device's memory, in every KV format
 
 quire COMMAND --help shows a command's flags; quire --version prints the version.
 """
@@ -26,6 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             from quire.chat import main as chat
 
             return chat(rest)
+        case ["plan", *rest]:
+            become("worker_svc.plan", rest)
         case ["--version"]:
             print(f"quire {version('quire')}")
             return 0
@@ -36,6 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments:
         print(f"quire: no such command: {arguments[0]}", file=sys.stderr)
     return 2
+
+
+def become(module: str, arguments: Sequence[str]) -> NoReturn:
+    """Go on as `python -m module`, in this process's place: what only the worker may import is its own to run."""
+    os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
 
 
 if __name__ == "__main__":

@@ -1,14 +1,23 @@
 """The worker's settings: flags, or `QUIRE_*` variables or files with the same names. Imports nothing heavy."""
 
 import re
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import ByteSize, Field, field_validator
+from pydantic import AfterValidator, ByteSize, Field, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from protos.settings import ServiceSettings
 
 BLOCK_SIZES = (8, 16, 32)  # what the kernels are compiled for
+
+
+def _check_block_size(value: int) -> int:
+    if value not in BLOCK_SIZES:
+        raise ValueError(f"{value} is none of {', '.join(map(str, BLOCK_SIZES))}")
+    return value
+
+
+BlockSize = Annotated[int, AfterValidator(_check_block_size)]  # tokens
 
 
 class WorkerSettings(ServiceSettings):
@@ -51,7 +60,7 @@ class WorkerSettings(ServiceSettings):
     max_num_batched_tokens: int | None = Field(
         None, ge=1, description="tokens that a step computes; none: 256 on a CPU, 8192 on a GPU"
     )
-    block_size: int = Field(16, description="tokens of a KV block: 8, 16 or 32")
+    block_size: BlockSize = Field(16, description="tokens of a KV block: 8, 16 or 32")
     kv_cache_memory: ByteSize | None = Field(
         None,
         description="bytes of the KV arena, such as 512MiB or 4GiB; none: 1GiB on a CPU (half of what is free, if that "
@@ -71,13 +80,6 @@ class WorkerSettings(ServiceSettings):
     def _check_device(cls, value: str) -> str:
         if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", value):
             raise ValueError(f"{value} is none of auto, cpu, cuda and cuda:N")
-        return value
-
-    @field_validator("block_size")
-    @classmethod
-    def _check_block_size(cls, value: int) -> int:
-        if value not in BLOCK_SIZES:
-            raise ValueError(f"{value} is none of {', '.join(map(str, BLOCK_SIZES))}")
         return value
 
     @field_validator("kv_cache_dtype")

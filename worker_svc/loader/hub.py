@@ -55,6 +55,20 @@ def download(repo_id: str) -> Path:
         raise HubError(_explain(repo_id, error)) from error
 
 
+def download_config(repo_id: str) -> Path:
+    """Return the local copy of `config.json` of the Hub repository `repo_id`, downloading nothing else.
+
+    Without a network, a copy downloaded before is used. Raises HubError in one line.
+    """
+    try:
+        folder = Path(snapshot_download(repo_id, allow_patterns=[CONFIG_FILE], etag_timeout=LOOK_UP_TIMEOUT_S))
+    except Exception as error:  # as above
+        raise HubError(_explain(repo_id, error)) from error
+    if not (folder / CONFIG_FILE).is_file():
+        raise HubError(f"{repo_id} on the Hugging Face Hub has no {CONFIG_FILE}: not a model to serve")
+    return folder / CONFIG_FILE
+
+
 def _cached_copy(repo_id: str, look_up_error: Exception) -> Path:
     try:
         return Path(snapshot_download(repo_id, allow_patterns=NEEDED_FILES, local_files_only=True))

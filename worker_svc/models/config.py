@@ -67,6 +67,17 @@ class ModelConfig:
     sliding_window: int | None  # tokens, the query's own included
     eos_token_ids: tuple[int, ...]
 
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all weights; an embedding that the head shares counts once."""
+        qkv_rows = (self.num_heads + 2 * self.num_kv_heads) * self.head_size
+        attention = (qkv_rows + self.num_heads * self.head_size) * self.hidden_size
+        biases = qkv_rows if self.family.qkv_bias else 0
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        norms = (2 * self.num_layers + 1) * self.hidden_size
+        embeddings = (1 if self.tie_word_embeddings else 2) * self.vocab_size * self.hidden_size
+        return embeddings + self.num_layers * (attention + biases + mlp) + norms
+
     @classmethod
     def from_hf(cls, config: HFConfig, generation_config: HFConfig | None = None) -> "ModelConfig":
         """Read the contents of `config.json` and, where there is one, of `generation_config.json`.

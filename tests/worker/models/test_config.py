@@ -1,10 +1,11 @@
 """Reading config.json: what is read, and that nothing which would be computed wrongly passes."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.worker.models.checkpoints import CONFIGS
+from tests.worker.models.checkpoints import CONFIGS, save
 from worker_svc.models.config import LinearScaling, Llama3Scaling, ModelConfig, RopeConfig
 from worker_svc.models.errors import UnsupportedModelError
 
@@ -137,3 +138,13 @@ def test_what_is_not_supported_is_named(hf_config: dict[str, Any], named: str) -
         ModelConfig.from_hf(hf_config)
     assert named in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_parameters_are_counted_as_transformers_does(name: str, tmp_path: Path) -> None:
+    saved = save(name, tmp_path)
+    assert ModelConfig.from_hf(saved.hf_config).num_parameters == saved.model.num_parameters()
+
+
+def test_parameters_of_a_published_model() -> None:
+    assert ModelConfig.from_hf(make_hf_config()).num_parameters == 134_515_008
