@@ -5,6 +5,7 @@ standard error.
 """
 
 import importlib.util
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str]) -> int:
         _complain(f"{error} (quire plan --help shows every flag)")
         return 2
     if settings.plot is not None and importlib.util.find_spec(PLOT_PACKAGE) is None:
-        _complain(f"--plot: {PLOT_PACKAGE} is not installed: run pip install 'quire[plan]'")
+        _complain(f"--plot: {PLOT_PACKAGE} is not installed: run pip install matplotlib")
         return 1
     try:
         plan = plan_memory(settings, read_shape(settings, _print_line))
@@ -35,6 +36,8 @@ def main(arguments: Sequence[str]) -> int:
     except (StartupError, ModelError, OSError) as error:
         _complain(str(error))
         return 1
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 
@@ -55,4 +58,5 @@ def _print_line(line: str) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # quire plan ... | head ends without a word
     sys.exit(main(sys.argv[1:]))

@@ -3,8 +3,8 @@
     sequences = (memory * utilization - weights) / (KV bytes of a token * mean length)
 
 is an upper bound. Blocks lie whole in slabs of one format, and the first and the newest block of a sequence are native
-in every policy: `num_sequences_in_blocks` counts so. Activations, which a worker measures when it starts, and the
-blocks that a scheduler keeps in reserve are taken off neither.
+in every policy: `num_sequences_in_blocks` counts so. What a worker measures when it starts (activations, graphs, the
+driver) and the blocks that a scheduler keeps in reserve are taken off neither.
 """
 
 from bisect import bisect_left
