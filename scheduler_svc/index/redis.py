@@ -222,6 +222,7 @@ class RedisIndex:
         try:
             async with asyncio.timeout(self._timing.lookup_ms / 1000):
                 instances = await self._blocks.read(block_hashes)
+            lengths = prefix_lengths([self._holders(*held) for held in zip(block_hashes, instances, strict=False)])
         except (RedisError, *TRANSPORT_ERRORS) as error:  # OSError includes asyncio's TimeoutError
             self.counters.failed_lookups += 1
             self._lookup_breaker.fail(self._clock())
@@ -230,7 +231,7 @@ class RedisIndex:
         finally:
             self.counters.lookup_ms += (time.perf_counter_ns() - began_ns) / 1e6
         self._lookup_breaker.succeed()
-        return prefix_lengths([self._holders(*held) for held in zip(block_hashes, instances, strict=False)])
+        return lengths
 
     def _may_look_up(self) -> bool:
         return self.is_up and not self._lookup_breaker.remaining_ms(self._clock())
@@ -254,15 +255,23 @@ class RedisIndex:
         while True:
             await self._has_lookups.wait()
             while self._queued_lookups:
-                block_hashes = self._queued_lookups.popleft()
-                lengths = await self.lookup(block_hashes)
-                if lengths is None:
-                    self._queued_lookups.clear()
-                    continue
-                here = max(self._local.longest_prefix(block_hashes).values(), default=0)
-                elsewhere = max((lengths.get(lane_id, 0) for lane_id in self._others), default=0)
-                self.counters.longer_elsewhere += elsewhere > here
+                try:
+                    await self._count_longer_elsewhere(self._queued_lookups.popleft())
+                except Exception as error:
+                    # What nobody should have written, or a mistake in here: it costs hints, and the next is looked up.
+                    self.counters.failed_lookups += 1
+                    self._lookup_breaker.fail(self._clock())
+                    logger.warning("a look-up in the shared prefix index went wrong", exc_info=error)
             self._has_lookups.clear()
+
+    async def _count_longer_elsewhere(self, block_hashes: Sequence[BlockHash]) -> None:
+        lengths = await self.lookup(block_hashes)
+        if lengths is None:
+            self._queued_lookups.clear()
+            return
+        here = max(self._local.longest_prefix(block_hashes).values(), default=0)
+        elsewhere = max((lengths.get(lane_id, 0) for lane_id in self._others), default=0)
+        self.counters.longer_elsewhere += elsewhere > here
 
     # ---- writing behind
 

@@ -12,6 +12,7 @@ from redis.asyncio.cluster import ClusterNode
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError, RedisClusterException
 
 from scheduler_svc.index.redis_url import RedisAddress, RedisKind
 
@@ -54,10 +55,14 @@ class RedisConnection:
         pipeline = self._client.pipeline(transaction=False)
         for command in commands:
             pipeline.execute_command(*command)
-        answers: list[Any] = await pipeline.execute(raise_on_error=False)
-        for answer in answers:
-            if isinstance(answer, Exception):
-                raise answer
+        try:
+            answers: list[Any] = await pipeline.execute(raise_on_error=False)
+            for answer in answers:
+                if isinstance(answer, Exception):
+                    raise answer
+        except RedisClusterException as error:
+            # Not one of its RedisErrors: no node of a cluster answers, or none has the slot of a key.
+            raise ConnectionError(str(error)) from error
         return answers
 
     async def close(self) -> None:

@@ -162,6 +162,26 @@ async def test_waiting_request_learns_what_another_cell_holds(server: RedisServe
     assert here.counters.longer_elsewhere == 1
 
 
+async def test_lookup_that_meets_nonsense_is_not_the_last(
+    server: RedisServer, indexes: SharedIndexes, caplog: pytest.LogCaptureFixture
+) -> None:
+    here = indexes.start(server.url, "cell-1", {A: 0})
+    there = indexes.start(server.url, "cell-2", {B: 0})
+    there.publish(B, chain("x", 3))
+    await settled(there)
+    server.ask("HSET", block_key(chain("nonsense", 1)[0]), b"\xff", "0:0")
+    await until(lambda: B in here.live)
+    here.look_elsewhere(chain("nonsense", 1))
+    await until(lambda: here.counters.failed_lookups == 1)
+    assert troubles(caplog) == ["went wrong"]
+
+    def is_found() -> bool:
+        here.look_elsewhere(chain("x", 3))  # refused for a moment after the failure
+        return here.counters.longer_elsewhere > 0
+
+    await until(is_found)
+
+
 # ---- what goes wrong
 
 
@@ -353,6 +373,24 @@ async def test_cluster_is_whole_again_when_its_node_is(servers: RedisServers, in
     await asyncio.to_thread(deployment.wait_until_complete)
     await settled(index)
     assert await index.lookup(chain("x", 100)) == {A: 100}
+
+
+async def test_cluster_may_come_later(
+    servers: RedisServers, indexes: SharedIndexes, caplog: pytest.LogCaptureFixture
+) -> None:
+    deployment = ClusterDeployment(servers)
+    for node in deployment.nodes:
+        node.kill()
+    index = indexes.start(deployment.url, timing=replace(TIMING, max_backoff_ms=200))
+    index.publish(A, chain("x", 100))
+    await until(lambda: len(troubles(caplog)) == 1)
+    assert_troubles(caplog, "cannot be reached")
+    assert "Traceback" not in caplog.text
+    for node in deployment.nodes:
+        node.start()
+    await settled(index)
+    assert await index.lookup(chain("x", 100)) == {A: 100}
+    assert troubles(caplog)[-1].endswith("is back")
 
 
 async def test_stopping_does_not_wait_for_a_server_that_hangs(server: RedisServer) -> None:
