@@ -300,6 +300,8 @@ class RedisIndex:
             now_ms = self._clock()
             if self._is_beat_due or now_ms - self._last_beat_ms >= self._timing.beat_ms:
                 await self._beat()
+                if self._is_beat_due:
+                    continue  # an instance came during this one, and its blocks must not be written before it is live
             if now_ms - self._last_sweep_ms >= self._timing.renew_ms:
                 self._begin_sweep()
             is_sweeping = not self._pending.has_marks

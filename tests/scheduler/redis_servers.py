@@ -8,8 +8,8 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,12 @@ class RedisServer:
         """Return how often the server was given a command."""
         stats = self.ask("INFO", "commandstats").get(f"cmdstat_{command}", {"calls": 0})
         return int(stats["calls"])
+
+    @contextmanager
+    def watched(self) -> Iterator[Callable[[], str]]:
+        """Yield what returns, call after call, the commands that the server is given from now on, in order."""
+        with redis.Redis(host=HOST, protocol=2, **self._client_options) as client, client.monitor() as monitor:
+            yield lambda: str(monitor.next_command()["command"])
 
     def kill(self) -> None:
         if self._process is not None:

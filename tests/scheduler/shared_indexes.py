@@ -1,6 +1,7 @@
 """Cells' shared indexes for tests: made, started and stopped."""
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 
 from protos.block_hash import BlockHash
 from scheduler_svc.core.types import LaneId
@@ -30,12 +31,21 @@ class SharedIndexes:
         self,
         url: str,
         cell_name: str = "cell-1",
-        loads: Mapping[LaneId, int] | None = None,
+        loads: dict[LaneId, int] | None = None,
         timing: IndexTiming = TIMING,
+        on_beat: Callable[[dict[LaneId, int]], None] = lambda _: None,
     ) -> RedisIndex:
-        """Start a cell's index; its instances are those of `loads`, which may change later."""
-        loads = {A: 0} if loads is None else loads
-        index = RedisIndex(parse_redis_url(url), lambda: dict(loads), monotonic_ms, timing)
+        """Start a cell's index; its instances are those of `loads`, which may change later, as by `on_beat`.
+
+        That is called in each beat, once it has taken the loads and waits for Redis.
+        """
+        cell_loads = {A: 0} if loads is None else loads
+
+        def take_loads() -> dict[LaneId, int]:
+            asyncio.get_running_loop().call_soon(on_beat, cell_loads)
+            return dict(cell_loads)
+
+        index = RedisIndex(parse_redis_url(url), take_loads, monotonic_ms, timing)
         index.start(cell_name)
         self._indexes.append(index)
         return index

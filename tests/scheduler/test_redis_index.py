@@ -117,6 +117,25 @@ async def test_live_set_tells_cells_and_loads(server: RedisServer, indexes: Shar
     await until(lambda: set(reader.live) == {B})
 
 
+async def test_instance_that_comes_during_a_beat_is_live_before_its_blocks_are_written(
+    server: RedisServer, indexes: SharedIndexes
+) -> None:
+    index: RedisIndex
+
+    def come(loads: dict[LaneId, int]) -> None:
+        if index.is_up and B not in loads:
+            loads[B] = 0
+            index.publish(B, chain("x", 1))
+
+    with server.watched() as next_command:
+        index = indexes.start(server.url, loads={A: 0}, on_beat=come)
+        await until(lambda: B in index.live and not index.num_pending_writes)
+        commands = [next_command()]
+        while "HSET" not in commands[-1]:
+            commands.append(next_command())
+    assert any(command.startswith("SET quire:1:live:b") for command in commands)
+
+
 async def test_dead_instance_is_ignored_then_cleaned(server: RedisServer, indexes: SharedIndexes) -> None:
     mortal = SharedIndexes()
     dying = mortal.start(server.url, "cell-1", {A: 0}, replace(TIMING, live_ttl_ms=500))
