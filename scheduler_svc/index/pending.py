@@ -34,7 +34,6 @@ class PendingWrites:
     """
 
     def __init__(self, local: MemoryIndex, max_marks: int) -> None:
-        self.num_forgotten = 0  # withdrawals that were given up
         self._local = local
         self._max_marks = max_marks
         self._marked: OrderedDict[tuple[LaneId, BlockHash], None] = OrderedDict()  # oldest first
@@ -90,7 +89,6 @@ class PendingWrites:
     def _shrink(self) -> None:
         withdrawals = [mark for mark in self._marked if not self._local.holds(*mark)]
         if len(withdrawals) > self._max_marks // 2:
-            self.num_forgotten += len(withdrawals)
             withdrawals = []
         self._marked = OrderedDict.fromkeys(withdrawals)
         self.sweep()
