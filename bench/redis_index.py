@@ -33,7 +33,7 @@ def random_hashes(count: int) -> list[BlockHash]:
 
 async def settle(index: RedisIndex) -> None:
     """Return when Redis has been told everything."""
-    while not index.is_settled:  # noqa: ASYNC110  # nobody tells
+    while not index.is_up or index.num_pending_writes:  # noqa: ASYNC110  # nobody tells
         await asyncio.sleep(POLL_S)
 
 

@@ -124,7 +124,7 @@ class RedisIndex:
         self._cell_name = ""
         self._local = MemoryIndex()
         self._pending = PendingWrites(self._local, _MAX_MARKS)
-        self._is_writing = False
+        self._num_unconfirmed_writes = 0
         self._is_beat_due = True
         self._has_news = asyncio.Event()
         self._writer_breaker = Breaker(timing.min_backoff_ms, timing.max_backoff_ms)
@@ -163,13 +163,8 @@ class RedisIndex:
 
     @property
     def num_pending_writes(self) -> int:
-        """Blocks of which Redis is still to be told, those included that it is told again."""
-        return len(self._pending)
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether Redis has been told everything."""
-        return self.is_up and not self._is_writing and not self._is_beat_due and not self._pending
+        """Blocks of which Redis is still to be told, or told again, or has not confirmed that it was."""
+        return len(self._pending) + self._num_unconfirmed_writes
 
     # ---- what the core calls: PrefixIndex
 
@@ -320,14 +315,14 @@ class RedisIndex:
 
     async def _write(self, writes: Sequence[Write]) -> None:
         assert self._blocks is not None
-        self._is_writing = True
+        self._num_unconfirmed_writes = len(writes)
         try:
             await self._blocks.write(writes)
         except BaseException:
             self._pending.mark_again(writes)
             raise
         finally:
-            self._is_writing = False
+            self._num_unconfirmed_writes = 0
         self.counters.writes += len(writes)
 
     async def _beat(self) -> None:

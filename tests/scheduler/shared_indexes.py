@@ -57,7 +57,7 @@ class SharedIndexes:
 
 async def settled(index: RedisIndex) -> None:
     """Return when Redis has been told everything that the index knows."""
-    await until(lambda: index.is_settled)
+    await until(lambda: index.is_up and not index.num_pending_writes)
 
 
 async def seen_by(reader: RedisIndex, hashes: Sequence[BlockHash], live: Sequence[LaneId]) -> dict[LaneId, int]:

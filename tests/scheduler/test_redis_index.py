@@ -97,6 +97,21 @@ async def test_writes_are_batched_and_behind(server: RedisServer, indexes: Share
     assert server.calls("eval") == before + 8
 
 
+async def test_write_is_pending_until_it_is_confirmed(server: RedisServer, indexes: SharedIndexes) -> None:
+    index = indexes.start(server.url, timing=replace(TIMING, answer_ms=200, beat_ms=60_000))
+    await settled(index)
+    server.pause()
+    index.publish(A, chain("x", 3))
+    seen = set()
+
+    def is_given_up() -> bool:
+        seen.add(index.num_pending_writes)
+        return not index.is_up
+
+    await until(is_given_up)
+    assert seen == {3}
+
+
 async def test_keys_that_are_held_are_renewed(server: RedisServer, indexes: SharedIndexes) -> None:
     index = indexes.start(server.url, timing=replace(TIMING, renew_ms=50))
     index.publish(A, chain("x", 1))

@@ -16,7 +16,7 @@ from .conftest import TIMING as SHORT
 from .conftest import LoopbackCell, until
 from .fake_worker import expected_output
 from .redis_servers import RedisServer, RedisServers
-from .shared_indexes import TIMING
+from .shared_indexes import TIMING, settled
 
 PROMPT = list(range(10, 110))
 NUM_BLOCKS = 6  # full ones of the prompt
@@ -56,9 +56,8 @@ def figures(cell: LoopbackCell) -> scheduler_pb2.SharedIndexStats:
 
 
 async def is_settled(cell: LoopbackCell) -> None:
-    index = cell.server.shared_index
-    assert index is not None
-    await until(lambda: index.is_settled)
+    assert cell.server.shared_index is not None
+    await settled(cell.server.shared_index)
 
 
 def num_keys(server: RedisServer) -> int:
