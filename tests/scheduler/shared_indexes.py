@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from protos.block_hash import BlockHash
 from scheduler_svc.core.types import LaneId
@@ -15,6 +16,8 @@ A, B, C = LaneId("a"), LaneId("b"), LaneId("c")
 
 # Beats and attempts come often, and nothing that is there is missed because the machine is busy.
 TIMING = IndexTiming(beat_ms=20, lookup_ms=5000, answer_ms=5000, sweep_pause_ms=1, min_backoff_ms=10, max_backoff_ms=40)
+# Longer than any test waits: whatever waits for an answer fails it.
+PATIENT = replace(TIMING, lookup_ms=120_000, answer_ms=120_000)
 
 
 def chain(name: str, num_blocks: int) -> list[BlockHash]:

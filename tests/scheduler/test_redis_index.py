@@ -14,7 +14,7 @@ from scheduler_svc.index.redis_blocks import block_key
 
 from .conftest import until
 from .redis_servers import ClusterDeployment, RedisServer, RedisServers, SentinelDeployment, make_certificate
-from .shared_indexes import TIMING, A, B, SharedIndexes, chain, seen_by, settled
+from .shared_indexes import PATIENT, TIMING, A, B, SharedIndexes, chain, seen_by, settled
 
 
 @pytest.fixture
@@ -428,8 +428,10 @@ async def test_cluster_may_come_later(
 
 
 async def test_stopping_does_not_wait_for_a_server_that_hangs(server: RedisServer) -> None:
-    indexes = SharedIndexes()
-    index: RedisIndex = indexes.start(server.url)
+    indexes, waits = SharedIndexes(), asyncio.Event()
+    index = indexes.start(server.url, timing=PATIENT, on_beat=lambda _: waits.set())
     await settled(index)
     server.pause()
+    waits.clear()
+    await waits.wait()
     await asyncio.wait_for(indexes.stop(), 10)

@@ -11,12 +11,13 @@ import pytest
 
 from protos import scheduler_pb2
 from protos.scheduler_pb2_grpc import SchedulerStub
+from scheduler_svc.timing import IndexTiming
 
 from .conftest import TIMING as SHORT
 from .conftest import LoopbackCell, until
 from .fake_worker import expected_output
 from .redis_servers import RedisServer, RedisServers
-from .shared_indexes import TIMING, settled
+from .shared_indexes import PATIENT, TIMING, settled
 
 PROMPT = list(range(10, 110))
 NUM_BLOCKS = 6  # full ones of the prompt
@@ -30,10 +31,12 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 
 
 @asynccontextmanager
-async def sharing_cell(server: RedisServer, name: str) -> AsyncIterator[LoopbackCell]:
+async def sharing_cell(
+    server: RedisServer, name: str, index_timing: IndexTiming = TIMING
+) -> AsyncIterator[LoopbackCell]:
     """Yield a cell with one worker, named after it, and one gateway."""
     cell = LoopbackCell()
-    await cell.start(index_timing=TIMING, redis_url=server.url, cell_name=name)
+    await cell.start(index_timing=index_timing, redis_url=server.url, cell_name=name)
     try:
         await cell.add_worker(instance_id=f"{name}-worker")
         await cell.add_gateway()
@@ -118,7 +121,7 @@ async def test_requests_do_not_notice_that_redis_is_killed_and_started_again(ser
 
 
 async def test_requests_do_not_wait_for_a_redis_that_hangs(server: RedisServer) -> None:
-    async with sharing_cell(server, "one") as one, sharing_cell(server, "two") as two:
+    async with sharing_cell(server, "one", PATIENT) as one, sharing_cell(server, "two", PATIENT) as two:
         await until(lambda: figures(one).num_live_cells == 2)
         server.pause()
         await asyncio.gather(*(ask(one, str(i), [i, *PROMPT], max_tokens=10) for i in range(10)))
