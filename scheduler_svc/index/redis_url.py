@@ -59,8 +59,8 @@ def parse_redis_url(url: str) -> RedisAddress:
     """Return what a URL says. Raises MalformedRedisUrlError."""
     try:
         parts = urlsplit(url)
-    except ValueError as error:
-        raise MalformedRedisUrlError(str(error)) from None
+    except ValueError:  # which repeats the password
+        raise MalformedRedisUrlError("it is no URL: special characters of a password are percent-encoded") from None
     protocol, _, kind_name = parts.scheme.partition("+")
     kinds = {kind.value: kind for kind in RedisKind}
     if protocol not in ("redis", "rediss", "unix") or kind_name not in kinds or (protocol == "unix" and kind_name):
@@ -74,6 +74,8 @@ def parse_redis_url(url: str) -> RedisAddress:
     segments = [] if protocol == "unix" else [segment for segment in parts.path.split("/") if segment]
     if protocol == "unix" and (hosts_text or not parts.path.startswith("/")):
         raise MalformedRedisUrlError("a socket's URL has three slashes and its path: unix:///run/redis.sock")
+    if "@" in "".join(segments):
+        raise MalformedRedisUrlError("it has a '/' before its '@': in a password that is written %2F")
     service = segments.pop(0) if kind is RedisKind.SENTINEL and segments else ""
     if kind is RedisKind.SENTINEL and not service:
         raise MalformedRedisUrlError("it lacks the service: redis+sentinel://HOST:PORT/SERVICE")
@@ -110,11 +112,10 @@ def _parameters(parts: SplitResult, kind: RedisKind) -> dict[str, str]:
     if parts.fragment:
         raise MalformedRedisUrlError("it has a '#': in a password that is written %23")
     parameters = dict(parse_qsl(parts.query, keep_blank_values=True))
-    for name in parameters:
-        if name not in known:
-            raise MalformedRedisUrlError(
-                f"it has the parameter {name!r}, but there are only {', '.join(sorted(known))}"
-            )
+    if parameters.keys() - known:  # unnamed: after a bare '?' in a password the name is the password's end
+        raise MalformedRedisUrlError(
+            f"it has a parameter that is none of {', '.join(sorted(known))}: in a password a '?' is written %3F"
+        )
     return parameters
 
 
