@@ -29,15 +29,15 @@ from scheduler_svc.core.types import (
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.timing import Clock
 
-LookElsewhere = Callable[[Sequence[BlockHash]], None]
+LookElsewhere = Callable[[Callable[[], Sequence[BlockHash]]], None]
 Route = Callable[[Sequence[TokenRun]], None]
 
 
 class Cell:
     """One scheduler with its workers.
 
-    Whatever the core returns for clients goes to `route`; whatever gives lanes work wakes them. `look_elsewhere` gets
-    the block hashes of each new request.
+    Whatever the core returns for clients goes to `route`; whatever gives lanes work wakes them. `look_elsewhere` gets,
+    for each request, what returns its block hashes while `submit` runs.
     """
 
     def __init__(
@@ -106,7 +106,8 @@ class Cell:
         with self._guarded():
             runs = self.core.submit(request)
             if self._look_elsewhere is not None and self.model is not None:
-                self._look_elsewhere(self.core.block_hashes(request.request_id, self.model.block_size))
+                block_size = self.model.block_size
+                self._look_elsewhere(lambda: self.core.block_hashes(request.request_id, block_size))
         self._take(runs)
 
     def abort(

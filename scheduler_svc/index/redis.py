@@ -191,14 +191,15 @@ class RedisIndex:
 
     # ---- look-ups
 
-    def look_elsewhere(self, block_hashes: Sequence[BlockHash]) -> None:
+    def look_elsewhere(self, hash_blocks: Callable[[], Sequence[BlockHash]]) -> None:
         """Have it counted, in a moment, whether another cell holds more of a waiting request's prefix.
 
-        Costs nothing, and is not done, while no other cell lives or Redis is away or slow.
+        Costs nothing, and is not done, while no other cell lives or Redis is away or slow: then the prefix is not even
+        hashed.
         """
-        if not block_hashes or not self._others or not self._may_look_up():
+        if not self._others or not self._may_look_up() or len(self._queued_lookups) >= _MAX_QUEUED_LOOKUPS:
             return
-        if len(self._queued_lookups) < _MAX_QUEUED_LOOKUPS:
+        if block_hashes := hash_blocks():
             self._queued_lookups.append(block_hashes[:_MAX_LOOKUP_BLOCKS])
             self._has_lookups.set()
 

@@ -181,19 +181,24 @@ async def test_false_claim_of_an_own_instance_is_taken_back(server: RedisServer,
 
 async def test_waiting_request_learns_what_another_cell_holds(server: RedisServer, indexes: SharedIndexes) -> None:
     here = indexes.start(server.url, "cell-1", {A: 0})
-    here.look_elsewhere(chain("x", 3))
-    assert here.counters.lookups == 0, "alone there is nothing to learn"
     there = indexes.start(server.url, "cell-2", {B: 0})
     here.publish(A, chain("x", 1))
     there.publish(B, chain("x", 3))
     await settled(there)
     await until(lambda: {A, B} <= set(here.live))
-    here.look_elsewhere(chain("x", 3))
+    here.look_elsewhere(lambda: chain("x", 3))
     await until(lambda: here.counters.longer_elsewhere == 1)
     here.publish(A, chain("x", 3))
-    here.look_elsewhere(chain("x", 3))
+    here.look_elsewhere(lambda: chain("x", 3))
     await until(lambda: here.counters.lookups == 2)
     assert here.counters.longer_elsewhere == 1
+
+
+async def test_no_prefix_is_hashed_for_a_cell_that_is_alone(server: RedisServer, indexes: SharedIndexes) -> None:
+    index = indexes.start(server.url)
+    await settled(index)
+    index.look_elsewhere(lambda: pytest.fail("there is nothing to learn"))
+    assert index.counters.lookups == 0
 
 
 async def test_lookup_that_meets_nonsense_is_not_the_last(
@@ -205,12 +210,12 @@ async def test_lookup_that_meets_nonsense_is_not_the_last(
     await settled(there)
     server.ask("HSET", block_key(chain("nonsense", 1)[0]), b"\xff", "0:0")
     await until(lambda: B in here.live)
-    here.look_elsewhere(chain("nonsense", 1))
+    here.look_elsewhere(lambda: chain("nonsense", 1))
     await until(lambda: here.counters.failed_lookups == 1)
     assert troubles(caplog) == ["went wrong"]
 
     def is_found() -> bool:
-        here.look_elsewhere(chain("x", 3))  # refused for a moment after the failure
+        here.look_elsewhere(lambda: chain("x", 3))  # refused for a moment after the failure
         return here.counters.longer_elsewhere > 0
 
     await until(is_found)
