@@ -24,6 +24,13 @@ SETTINGS: dict[str, type[BaseSettings]] = {
     "worker": WorkerSettings,
     "prepare": PrepareSettings,
 }
+# Settings that the file itself gives: addresses within the cell, what `prepare` leaves in files, and where it does.
+GIVEN_BY_THE_FILE = {
+    "gateway": {"host", "port", "scheduler", "model", "served_model_name", "cluster_token"},
+    "scheduler": {"host", "scheduler_port", "cluster_token"},
+    "worker": {"host", "worker_port", "worker_address", "scheduler", "model", "cluster_token"},
+    "prepare": {"settings_folder", "redis_folder", "redis_server"},
+}
 # Given by the file for something else than the setting of that name.
 NO_SETTINGS = {FOLDERS_VARIABLE}
 
@@ -46,6 +53,28 @@ def test_every_variable_is_a_setting_of_its_service(name: str) -> None:
     variables = COMPOSE["services"][name]["environment"] | GPU["services"].get(name, {}).get("environment", {})
     ours = {variable for variable in variables if variable.startswith("QUIRE_")} - NO_SETTINGS
     assert {variable.removeprefix("QUIRE_").lower() for variable in ours} <= SETTINGS[name].model_fields.keys()
+
+
+@pytest.mark.parametrize("name", sorted(SETTINGS))
+def test_every_other_setting_is_handed_on_from_the_shell(name: str) -> None:
+    environment = COMPOSE["services"][name]["environment"]
+    handed_on = {
+        variable.removeprefix("QUIRE_").lower()
+        for variable, value in environment.items()
+        if value is None or str(value).startswith(f"${{{variable}:-")
+    }
+    assert SETTINGS[name].model_fields.keys() - handed_on == GIVEN_BY_THE_FILE[name]
+
+
+@pytest.mark.parametrize("name", ["gateway", "scheduler"])
+def test_container_is_not_killed_before_its_drain_has_ended(name: str) -> None:
+    service = COMPOSE["services"][name]
+    drain_seconds = service["environment"][f"QUIRE_{name.upper()}_DRAIN_SECONDS"]
+    assert service["stop_grace_period"] == f"{drain_seconds}s10000ms"
+
+
+def test_cell_has_the_same_name_in_every_container() -> None:
+    assert COMPOSE["services"]["scheduler"]["environment"]["QUIRE_CELL_NAME"] == "${QUIRE_CELL_NAME:-quire}"
 
 
 def test_secrets_are_no_variables_of_the_services() -> None:
