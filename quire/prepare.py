@@ -60,14 +60,22 @@ def write(path: Path, content: str) -> None:
 
 def write_secrets(settings: PrepareSettings) -> None:
     """Write the cluster token and what Redis and its client need to know each other, unless they are there."""
-    token_file = settings.settings_folder / "quire_cluster_token"
-    if settings.cluster_token or not token_file.is_file():
-        write(token_file, settings.cluster_token or secrets.token_hex(_SECRET_BYTES))
+    _write_token(settings.settings_folder / "quire_cluster_token", settings.cluster_token)
     url_file, config_file = settings.redis_folder / "quire_redis_url", settings.redis_folder / "redis.conf"
     if not (url_file.is_file() and config_file.is_file()):
         password = secrets.token_hex(_SECRET_BYTES)
         write(config_file, f"requirepass {password}")
         write(url_file, f"redis://:{password}@{settings.redis_server}/0")
+
+
+def _write_token(token_file: Path, given: str) -> None:
+    known = token_file.read_text().strip() if token_file.is_file() else ""
+    if known and given in ("", known):
+        return
+    write(token_file, given or secrets.token_hex(_SECRET_BYTES))
+    if known:
+        # They read it when they start: one that starts alone, later, would be refused by all others.
+        print("the cluster token is another one now: services that run need docker compose up --force-recreate")
 
 
 def write_model(settings: PrepareSettings) -> None:

@@ -41,9 +41,15 @@ def test_secrets_stay_and_the_name_follows(tmp_path: Path, model: Path) -> None:
     assert second == first | {"quire_served_model_name": "other"}
 
 
-def test_given_token_replaces_the_one_that_is_there(tmp_path: Path, model: Path) -> None:
+def test_given_token_replaces_the_one_that_is_there(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     prepare(tmp_path, model)
+    assert "--force-recreate" not in capsys.readouterr().out
     assert prepare(tmp_path, model, "--cluster-token", "chosen")["quire_cluster_token"] == "chosen"
+    assert "--force-recreate" in capsys.readouterr().out
+    prepare(tmp_path, model, "--cluster-token", "chosen")
+    assert "--force-recreate" not in capsys.readouterr().out, "it is the same"
 
 
 def test_half_written_redis_secrets_are_made_anew_together(tmp_path: Path, model: Path) -> None:
