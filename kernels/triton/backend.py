@@ -22,7 +22,7 @@ from kernels.formats import Format, KVLayout
 from kernels.triton.blocks import CHUNK_BYTES, copy_kernel, write_kernel, zero_kernel
 from kernels.triton.decode import MAX_SPLITS, MIN_SPLIT, decode_kernel, merge_kernel, most_splits
 from kernels.triton.prefill import num_tiles, prefill_kernel
-from kernels.triton.tuning import Chip, Tuning, head_pad, tune_decode, tune_prefill
+from kernels.triton.tuning import COMPILER_OPTIONS, Chip, Tuning, head_pad, tune_decode, tune_prefill
 
 TRITON_DTYPES: Mapping[str, tl.dtype] = MappingProxyType(
     {"bfloat16": tl.bfloat16, "float16": tl.float16, "float32": tl.float32}
@@ -33,8 +33,6 @@ _ALIGNMENT = 16  # bytes of an address, and elements of a stride: kernels are co
 _MAX_HEAD_SIZE = 256
 # Enough to fill any chip several times over; more would only be programs that find no split to compute.
 _DECODE_PROGRAMS = 8192
-# The compiler's default is about to change; products and sums are the same to the last bit only with one setting.
-_FUSED: Mapping[str, Any] = MappingProxyType({"enable_fp_fusion": True})
 
 
 class TritonBackend:
@@ -214,7 +212,7 @@ def attention_of(
         "NATIVE_DTYPE": TRITON_DTYPES[layout.native_dtype],
         "DOT_DTYPE": product_dtype,
     }
-    of_merge = ("WINDOW", "HEAD_SIZE", "HEAD_PAD", "BLOCK_SIZE", *_FUSED)
+    of_merge = ("WINDOW", "HEAD_SIZE", "HEAD_PAD", "BLOCK_SIZE", *COMPILER_OPTIONS)
     return Attention(
         tile_queries=prefill.rows // group,
         prefill={**common, "TILE_ROWS": prefill.rows, **_options(prefill)},
@@ -244,7 +242,7 @@ def write_constants(layout: KVLayout) -> dict[str, Any]:
 
 def block_constants(layout: KVLayout) -> dict[str, Any]:
     """Return the constants by which a kernel finds native blocks, and the options of every launch."""
-    return {"SLAB_BYTES": layout.slab_bytes, "BLOCK_BYTES": layout.block_bytes(Format.NATIVE), **_FUSED}
+    return {"SLAB_BYTES": layout.slab_bytes, "BLOCK_BYTES": layout.block_bytes(Format.NATIVE), **COMPILER_OPTIONS}
 
 
 def _block_grid(arena: Tensor, num_entries: int, layout: KVLayout) -> tuple[int, int, int]:

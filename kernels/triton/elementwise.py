@@ -10,9 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.triton.tuning import COMPILER_OPTIONS
+
 _GATE_TILE = 1024  # elements of a program
 _ROTATE_TILE = 2048
-_FUSED = {"enable_fp_fusion": True}  # the compiler's default is about to change
 
 
 @triton.jit
@@ -72,7 +73,7 @@ class TritonElementwise:
         # 16 elements a thread: enough loads under way, and a reduction over few warps.
         num_warps = max(1, min(pad // 512, 16))
         add_norm_kernel[(num_tokens,)](
-            residual, delta, weight, out, eps, SIZE=size, PAD=pad, num_warps=num_warps, **_FUSED
+            residual, delta, weight, out, eps, SIZE=size, PAD=pad, num_warps=num_warps, **COMPILER_OPTIONS
         )
 
     def rotate(self, heads: Tensor, num_rotated: int, cos: Tensor, sin: Tensor) -> None:
@@ -93,11 +94,11 @@ class TritonElementwise:
             HALF=size // 2,
             HALF_PAD=half_pad,
             HEADS=per_program,
-            **_FUSED,
+            **COMPILER_OPTIONS,
         )
 
     def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
         """out = silu(gate) * up for gate_up [T, 2 I], gate first; out [T, I]."""
         num_tokens, size = out.shape
         tile = min(_GATE_TILE, triton.next_power_of_2(size))
-        silu_mul_kernel[num_tokens, triton.cdiv(size, tile)](gate_up, out, SIZE=size, TILE=tile, **_FUSED)
+        silu_mul_kernel[num_tokens, triton.cdiv(size, tile)](gate_up, out, SIZE=size, TILE=tile, **COMPILER_OPTIONS)

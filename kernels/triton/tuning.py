@@ -5,11 +5,17 @@ of keys and values on their way to shared memory while one is multiplied. Chips 
 memory (those in desktops) get a shorter pipeline.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 from kernels.dispatch import AttentionParams
 from kernels.formats import KVLayout
 
+# Of every launch. The compiler's default is about to change; products and sums are the same to the last bit only with
+# one setting.
+COMPILER_OPTIONS: Mapping[str, Any] = MappingProxyType({"enable_fp_fusion": True})
 # CUDA architectures with 99 KiB of shared memory for a program; the others have 163 KiB or more.
 _SMALL_SHARED = (86, 89, 120, 121)
 _DECODE_TILE_BYTES = 16384  # of keys
