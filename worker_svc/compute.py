@@ -6,12 +6,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kernels.dispatch import AttentionBatch, Backend
+from kernels.dispatch import Backend
 from worker_svc.arena_plan import ArenaPlan
 from worker_svc.batch import StepBatch
 from worker_svc.graphs import DecodeGraphs, ForwardInputs, bucket_for
 from worker_svc.models.decoder import Decoder
-from worker_svc.staging import InputTransfer, SharedInputs
+from worker_svc.staging import InputTransfer, SharedInputs, send_batch
 
 
 class Compute(Protocol):
@@ -90,20 +90,9 @@ class ModelCompute:
 
     def _launch(self, batch: StepBatch) -> tuple[Tensor, Tensor]:
         """Launch every kernel of a step; return its hidden states [T, H] and its sampling_token_idxs on the device."""
-        token_ids, positions, slot_mapping, context_lens, cu_seqlens_q, sampling_token_idxs, table = self._inputs.send(
-            (
-                batch.token_ids,
-                batch.positions,
-                batch.slot_mapping,
-                batch.context_lens,
-                batch.cu_seqlens_q,
-                batch.sampling_token_idxs,
-                batch.block_table,
-            )
-        )
-        attention = AttentionBatch(table, context_lens, cu_seqlens_q, batch.max_query_len)
-        hidden = self._run_decoder(ForwardInputs(token_ids, positions, slot_mapping, attention))
-        return hidden, sampling_token_idxs
+        sent = send_batch(self._inputs, batch)
+        hidden = self._run_decoder(ForwardInputs.of(sent, sent.block_table, batch.max_query_len))
+        return hidden, sent.sampling_token_idxs
 
     def _run_decoder(self, inputs: ForwardInputs) -> Tensor:
         return self._decoder.forward(

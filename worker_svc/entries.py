@@ -19,6 +19,11 @@ FORMAT_MASK = (1 << ENTRY_FORMAT_BITS) - 1
 SEALS_PER_PART = 1024 * 1024 // (HASH_BYTES + 16)
 
 
+def max_row_blocks(max_model_len: int, block_size: int) -> int:
+    """Return the entries of a row's table: room for one token beyond the longest sequence."""
+    return max_model_len // block_size + 1
+
+
 class EntryBounds:
     """What the arena holds: slabs, and places a slab for each format that the worker has."""
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from kernels.dispatch import AttentionBatch
 from worker_svc.batch import StepBatch
-from worker_svc.staging import InputTransfer
+from worker_svc.staging import InputTransfer, SentBatch, send_batch
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +83,12 @@ class ForwardInputs:
     positions: Tensor  # int64 [T]
     slot_mapping: Tensor  # int64 [T]
     attention: AttentionBatch
+
+    @classmethod
+    def of(cls, sent: SentBatch, block_table: Tensor, max_query_len: int) -> "ForwardInputs":
+        """Return those of a batch, with a table of its rows that may be another one than the batch's own."""
+        attention = AttentionBatch(block_table, sent.context_lens, sent.cu_seqlens_q, max_query_len)
+        return cls(sent.token_ids, sent.positions, sent.slot_mapping, attention)
 
 
 Forward = Callable[[ForwardInputs], Tensor]  # returns hidden states [T, H]
@@ -174,34 +180,16 @@ class DecodeGraphs:
         batch's sampling_token_idxs on the device.
         """
         recording = self._recordings[bucket]
-        _, sampling_token_idxs, table = self._send(batch, bucket)
-        self._block_table[: table.shape[0], : table.shape[1]].copy_(table)
+        sent = send_batch(self._inputs, pad_decode(batch, bucket))
+        num_rows, width = sent.block_table.shape
+        self._block_table[:num_rows, :width].copy_(sent.block_table)
         recording.replay()
-        return recording.output, sampling_token_idxs
+        return recording.output, sent.sampling_token_idxs
 
     def _record(self, forward: Forward, bucket: int) -> Recording:
-        inputs, _, _ = self._send(_empty_decode(), bucket)
+        sent = send_batch(self._inputs, pad_decode(_empty_decode(), bucket))
+        inputs = ForwardInputs.of(sent, self._block_table[:bucket], max_query_len=1)
         return self._recorder.record(lambda: forward(inputs))
-
-    def _send(self, batch: StepBatch, bucket: int) -> tuple[ForwardInputs, Tensor, Tensor]:
-        """Send a batch; return what the bucket's graph reads, sampling_token_idxs and the table of the batch's rows.
-
-        What the graph reads comes first, so that its addresses depend on the bucket alone.
-        """
-        padded = pad_decode(batch, bucket)
-        token_ids, positions, slot_mapping, context_lens, cu_seqlens_q, sampling_token_idxs, table = self._inputs.send(
-            (
-                padded.token_ids,
-                padded.positions,
-                padded.slot_mapping,
-                padded.context_lens,
-                padded.cu_seqlens_q,
-                padded.sampling_token_idxs,
-                padded.block_table,
-            )
-        )
-        attention = AttentionBatch(self._block_table[:bucket], context_lens, cu_seqlens_q, max_query_len=1)
-        return ForwardInputs(token_ids, positions, slot_mapping, attention), sampling_token_idxs, table
 
 
 def _empty_decode() -> StepBatch:

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protos import worker_pb2 as pb
-from worker_svc.entries import EntryBounds
+from worker_svc.entries import EntryBounds, max_row_blocks
 from worker_svc.errors import MalformedStepError
 from worker_svc.sampling import InvalidSamplingError, RowSampling
 
@@ -39,8 +39,8 @@ class MirrorLimits:
 
     @property
     def max_blocks(self) -> int:
-        """Entries of a row's table: enough for one token beyond the longest sequence."""
-        return self.max_model_len // self.block_size + 1
+        """Entries of a row's table."""
+        return max_row_blocks(self.max_model_len, self.block_size)
 
 
 @dataclass(slots=True)

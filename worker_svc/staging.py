@@ -13,12 +13,15 @@ of those before it alone, so equal shapes lie at equal addresses: what a CUDA gr
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from worker_svc.batch import StepBatch
 
 Array = npt.NDArray[np.generic]
 
@@ -112,6 +115,43 @@ class _HostBuffer:
         """Remember that a copy was just queued."""
         self._copied.record()
         self._is_copying = True
+
+
+@dataclass(frozen=True, slots=True)
+class SentBatch:
+    """A step's arrays on the device, as StepBatch describes them: R rows, T tokens, S of the rows sample."""
+
+    token_ids: Tensor  # int64 [T]
+    positions: Tensor  # int64 [T]
+    slot_mapping: Tensor  # int64 [T]
+    context_lens: Tensor  # int32 [R]
+    cu_seqlens_q: Tensor  # int32 [R + 1]
+    sampling_token_idxs: Tensor  # int64 [S]
+    block_table: Tensor  # int32 [R, max_blocks]
+
+
+def send_batch(inputs: InputTransfer, batch: StepBatch) -> SentBatch:
+    """Send a step's arrays. What a decode graph reads comes first: it lies where the number of rows alone says."""
+    return SentBatch(
+        *inputs.send(
+            (
+                batch.token_ids,
+                batch.positions,
+                batch.slot_mapping,
+                batch.context_lens,
+                batch.cu_seqlens_q,
+                batch.sampling_token_idxs,
+                batch.block_table,
+            )
+        )
+    )
+
+
+def batch_bytes(num_tokens: int, num_rows: int, max_blocks: int) -> int:
+    """Return the bytes that `send_batch` takes for so many rows, all of which sample."""
+    return packed_bytes(
+        [8 * num_tokens] * 3 + [4 * num_rows, 4 * (num_rows + 1), 8 * num_rows, 4 * num_rows * max_blocks]
+    )
 
 
 def packed_bytes(array_bytes: Iterable[int]) -> int:
