@@ -77,7 +77,7 @@ def load_worker(settings: WorkerSettings) -> LoadedWorker:
     logger.info("loading kernels; the first time they are compiled")
     sampler.warm_up()
     compute = _make_compute(settings, decoder, backend, sampler, limits)
-    compute.forward(prefill_batch(1, 1, 1, compute.plan.layout))
+    compute.forward(prefill_batch(1, 1, 1, 1, compute.plan.layout))
     plan = compute.plan
     logger.info("weights take %d bytes, KV %d: %d tokens", decoder.weight_bytes, plan.num_bytes, plan.num_tokens)
 

@@ -10,6 +10,7 @@ import torch
 from kernels.dispatch import Backend
 from worker_svc.arena_plan import ArenaPlan, plan_arena
 from worker_svc.compute import ModelCompute
+from worker_svc.entries import max_row_blocks
 from worker_svc.errors import StartupError
 from worker_svc.gpu_memory import CudaMemoryProbe, MemoryProbe, measure_needs
 from worker_svc.graphs import CudaGraphRecorder, DecodeGraphs, Recorder, decode_buckets
@@ -17,7 +18,7 @@ from worker_svc.kv import cpu_budget
 from worker_svc.models.decoder import Decoder
 from worker_svc.profiling import activation_bytes, decode_batch, prefill_batch, prefill_slabs
 from worker_svc.sampler import Sampler, TokenSampler, demanding_rows
-from worker_svc.staging import InputTransfer, PinnedInputs, packed_bytes
+from worker_svc.staging import InputTransfer, PinnedInputs, batch_bytes
 from worker_svc.torch_sampler import TorchSampler
 
 logger = logging.getLogger(__name__)
@@ -40,16 +41,19 @@ class StepLimits:
         return min(self.max_num_seqs, self.max_num_batched_tokens)
 
     @property
+    def max_tokens(self) -> int:
+        """Tokens of a step: no row has more of them than the longest sequence."""
+        return min(self.max_num_batched_tokens, self.max_rows * self.max_model_len)
+
+    @property
     def max_blocks(self) -> int:
-        """Entries of a row's table, as the mirror counts them: room for one token beyond the longest sequence."""
-        return self.max_model_len // self.block_size + 1
+        """Entries of a row's table."""
+        return max_row_blocks(self.max_model_len, self.block_size)
 
     @property
     def input_bytes(self) -> int:
-        """Bytes of the largest step's arrays, packed: three of tokens, three of rows, one of tables."""
-        tokens, rows = max(self.max_num_batched_tokens, self.max_rows), self.max_rows
-        table_bytes = 4 * rows * self.max_blocks
-        return packed_bytes([8 * tokens] * 3 + [4 * rows, 4 * (rows + 1), 8 * rows, table_bytes])
+        """Bytes of the largest step's arrays, packed."""
+        return batch_bytes(self.max_tokens, self.max_rows, self.max_blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +71,7 @@ def make_sampler(vocab_size: int, device: torch.device) -> TokenSampler:
 
 def make_cpu_compute(decoder: Decoder, backend: Backend, limits: StepLimits, wish: MemoryWish) -> ModelCompute:
     """Return a compute in main memory, its kernels compiled. Raises OutOfMemoryAtStartError."""
-    reserve_bytes = activation_bytes(decoder.config, limits.max_num_batched_tokens, limits.max_rows)
+    reserve_bytes = activation_bytes(decoder.config, limits.max_tokens, limits.max_rows)
     plan = _plan(cpu_budget(wish.kv_cache_memory, reserve_bytes), decoder, limits)
     backend.warm_up(plan.layout, decoder.config.num_heads, decoder.attention_params)
     return ModelCompute(decoder, backend, plan, plan.allocate(decoder.device))
@@ -125,7 +129,7 @@ class GpuBuilder:
         """
         decoder, limits = self._decoder, self._limits
         layout = decoder.layout(limits.block_size)
-        num_slabs = prefill_slabs(limits.max_num_batched_tokens, limits.max_model_len, layout)
+        num_slabs = prefill_slabs(limits.max_tokens, limits.max_rows, limits.max_model_len, layout)
         plan = ArenaPlan(decoder.config.num_layers, num_slabs, layout)
         # All layers share the bytes of one: what they hold does not matter here.
         one_layer = ArenaPlan(1, num_slabs, layout).allocate(decoder.device)
@@ -147,7 +151,7 @@ class GpuBuilder:
             )
         except torch.OutOfMemoryError as error:
             raise StartupError(
-                f"a step of {limits.max_num_batched_tokens} tokens and {limits.max_rows} rows does not fit beside the "
+                f"a step of {limits.max_tokens} tokens and {limits.max_rows} rows does not fit beside the "
                 f"weights: lower --max-num-batched-tokens or --max-num-seqs ({_first_line(error)})"
             ) from error
         logger.info(
@@ -190,10 +194,13 @@ class GpuBuilder:
 
 
 def _run_largest_steps(compute: ModelCompute, sampler: TokenSampler, limits: StepLimits) -> None:
-    """Run the most tokens, then the most rows, each with every kind of sampling for the most rows."""
-    layout, num_rows = compute.plan.layout, limits.max_rows
-    prefill = prefill_batch(limits.max_num_batched_tokens, limits.max_model_len, num_rows, layout)
-    for batch in (prefill, decode_batch(num_rows, limits.max_blocks, layout)):
+    """Run the most tokens in the most rows with the widest tables, and that sample all that there is; then decodes.
+
+    These take less, but libraries load other kernels for them.
+    """
+    layout, num_rows, width = compute.plan.layout, limits.max_rows, limits.max_blocks
+    largest = prefill_batch(limits.max_tokens, num_rows, limits.max_model_len, width, layout)
+    for batch in (largest, decode_batch(num_rows, width, layout)):
         sampler.sample(compute.forward(batch), demanding_rows(num_rows))
 
 

@@ -18,40 +18,44 @@ def activation_bytes(config: ModelConfig, num_tokens: int, num_rows: int) -> int
     return _FLOAT_BYTES * (num_tokens * per_token + logits)
 
 
-def prefill_slabs(num_tokens: int, max_row_tokens: int, layout: KVLayout) -> int:
+def prefill_slabs(num_tokens: int, num_rows: int, max_row_tokens: int, layout: KVLayout) -> int:
     """Return the slabs that `prefill_batch` writes to."""
-    full_rows, rest = divmod(num_tokens, max_row_tokens)
-    num_blocks = full_rows * -(-max_row_tokens // layout.block_size) + -(-rest // layout.block_size)
-    return -(-num_blocks // layout.slab_blocks)
+    num_blocks = -(-_query_lens(num_tokens, num_rows, max_row_tokens) // layout.block_size)
+    return -(-int(num_blocks.sum()) // layout.slab_blocks)
 
 
-def prefill_batch(num_tokens: int, max_row_tokens: int, num_sampling: int, layout: KVLayout) -> StepBatch:
-    """Return rows of `max_row_tokens` from position 0 on, the last one of what is left of `num_tokens`.
+def prefill_batch(num_tokens: int, num_rows: int, max_row_tokens: int, max_blocks: int, layout: KVLayout) -> StepBatch:
+    """Return rows from position 0 on that all sample, with tables of `max_blocks`, in the arena's first blocks.
 
-    They lie in the first blocks; logits are those of the batch's last `num_sampling` tokens.
+    The first are as long as `max_row_tokens` allows, those behind them have a single token, as decodes have.
     """
-    query_lens = np.full(-(-num_tokens // max_row_tokens), max_row_tokens)
-    query_lens[-1] -= query_lens.sum() - num_tokens
+    query_lens = _query_lens(num_tokens, num_rows, max_row_tokens)
     num_blocks = -(-query_lens // layout.block_size)
-    first_blocks = np.cumsum(num_blocks) - num_blocks
-    rows = np.repeat(np.arange(len(query_lens)), query_lens)
+    rows = np.repeat(np.arange(num_rows), query_lens)
     cu_seqlens_q = np.concatenate(([0], np.cumsum(query_lens)))
     positions = np.arange(num_tokens) - cu_seqlens_q[rows]
     block_ids = _block_ids(int(num_blocks.sum()), layout)
-    table = block_ids[np.minimum(first_blocks[:, None] + np.arange(num_blocks.max()), len(block_ids) - 1)]
-    entries = _entries(table)
+    table = np.zeros((num_rows, max_blocks), dtype=np.int64)
+    table[np.arange(max_blocks) < num_blocks[:, None]] = block_ids
     return StepBatch(
         token_ids=np.zeros(num_tokens, dtype=np.int64),
         positions=positions,
         slot_mapping=table[rows, positions // layout.block_size] * layout.block_size + positions % layout.block_size,
-        block_table=entries,
+        block_table=_entries(table),
         context_lens=query_lens.astype(np.int32),
         cu_seqlens_q=cu_seqlens_q.astype(np.int32),
         max_query_len=int(query_lens.max()),
         written_entries=_entries(block_ids).astype(np.int64),
-        sampling_slots=np.zeros(num_sampling, dtype=np.int64),
-        sampling_token_idxs=np.arange(num_tokens)[-num_sampling:],
+        sampling_slots=np.arange(num_rows),
+        sampling_token_idxs=cu_seqlens_q[1:] - 1,
     )
+
+
+def _query_lens(num_tokens: int, num_rows: int, max_row_tokens: int) -> npt.NDArray[np.int64]:
+    """Return the tokens of each row: one, and what is left of `num_tokens` in the first rows."""
+    assert num_rows <= num_tokens <= num_rows * max_row_tokens
+    left = num_tokens - num_rows - (max_row_tokens - 1) * np.arange(num_rows)
+    return 1 + np.clip(left, 0, max_row_tokens - 1)
 
 
 def decode_batch(num_rows: int, max_blocks: int, layout: KVLayout) -> StepBatch:

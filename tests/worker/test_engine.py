@@ -20,7 +20,7 @@ from worker_svc.mirror import Mirror, MirrorLimits
 from worker_svc.models.decoder import Decoder
 from worker_svc.profiling import decode_batch, prefill_batch, prefill_slabs
 from worker_svc.sampler import Choice, Sampler, SamplingRow
-from worker_svc.staging import packed_bytes
+from worker_svc.staging import send_batch
 from worker_svc.step import StepRunner
 from worker_svc.torch_sampler import TorchSampler
 
@@ -48,8 +48,8 @@ class Machine:
     replayed: list[int] = field(default_factory=list)
     sampled: list[int] = field(default_factory=list)  # rows at once
 
-    def parts(self) -> GpuParts:
-        return GpuParts(inputs_in_main_memory(LIMITS.input_bytes), self.gpu, lambda: GraphRecorder(self))
+    def parts(self, limits: StepLimits) -> GpuParts:
+        return GpuParts(inputs_in_main_memory(limits.input_bytes), self.gpu, lambda: GraphRecorder(self))
 
 
 class GraphRecorder(RerunRecorder):
@@ -92,8 +92,8 @@ class HungrySampler:
         return self._sampler.sample(logits, rows)
 
 
-def make_builder(decoder: Decoder, machine: Machine) -> GpuBuilder:
-    return GpuBuilder(decoder, PaddingBackend(), LIMITS, machine.parts())
+def make_builder(decoder: Decoder, machine: Machine, limits: StepLimits = LIMITS) -> GpuBuilder:
+    return GpuBuilder(decoder, PaddingBackend(), limits, machine.parts(limits))
 
 
 def make_runner(decoder: Decoder, machine: Machine) -> StepRunner:
@@ -109,16 +109,22 @@ class TestMemory:
         arena_bytes = make_builder(decoder, machine).arena_bytes(HungrySampler(machine), MemoryWish(None, 0.9), BUCKETS)
         layout = decoder.layout(LIMITS.block_size)
         # The measurement's arena is a real tensor of this process, of which the fake GPU knows nothing.
-        uncounted_bytes = prefill_slabs(LIMITS.max_num_batched_tokens, LIMITS.max_model_len, layout) * layout.slab_bytes
+        uncounted_bytes = prefill_slabs(LIMITS.max_tokens, 6, LIMITS.max_model_len, layout) * layout.slab_bytes
         graph_bytes = POOL_BYTES + len(BUCKETS) * GRAPH_BYTES
         assert arena_bytes == 90 * GIB - GIB - (16 * GIB + STEP_BYTES - uncounted_bytes) - graph_bytes
-        assert machine.sampled == [6, 6]  # the most rows, after the most tokens and at the widest tables
+        assert machine.sampled == [6, 6]  # the most rows, with the most tokens and with one each
         assert machine.recorded == [6, 4]
 
     def test_without_graphs_none_is_recorded(self, decoder: Decoder) -> None:
         machine = Machine()
         make_builder(decoder, machine).arena_bytes(TorchSampler(VOCAB_SIZE, CPU), MemoryWish(None, 0.9), ())
         assert machine.recorded == []
+
+    @pytest.mark.parametrize("limits", [StepLimits(2, 64, 16, 8), StepLimits(1, 8192, 40, 16), StepLimits(8, 8, 40, 8)])
+    def test_any_limits_can_be_measured(self, decoder: Decoder, limits: StepLimits) -> None:
+        machine = Machine()
+        make_builder(decoder, machine, limits).arena_bytes(HungrySampler(machine), MemoryWish(None, 0.9), ())
+        assert machine.sampled == [limits.max_rows] * 2
 
     def test_step_that_does_not_fit_is_said_in_one_line(self, decoder: Decoder) -> None:
         class NoMemory(TorchSampler):
@@ -173,10 +179,19 @@ class TestSteps:
 
 
 class TestLimits:
-    def test_inputs_hold_the_largest_step(self) -> None:
-        tokens, rows, width = 40, 6, 5
-        arrays = [8 * tokens] * 3 + [4 * rows, 4 * (rows + 1), 8 * rows, 4 * rows * width]
-        assert LIMITS.input_bytes == packed_bytes(arrays)
+    @pytest.mark.parametrize("limits", [LIMITS, StepLimits(2, 64, 16, 8), StepLimits(64, 16, 100, 16)])
+    def test_inputs_hold_the_largest_step_and_no_more(self, decoder: Decoder, limits: StepLimits) -> None:
+        layout, rows, width = decoder.layout(limits.block_size), limits.max_rows, limits.max_blocks
+        largest = prefill_batch(limits.max_tokens, rows, limits.max_model_len, width, layout)
+        inputs = inputs_in_main_memory(limits.input_bytes)
+        for batch in (largest, decode_batch(rows, width, layout)):
+            assert torch.equal(send_batch(inputs, batch).block_table, torch.from_numpy(batch.block_table))
+        with pytest.raises(AssertionError):
+            send_batch(inputs_in_main_memory(limits.input_bytes - 1), largest)
+
+    def test_tokens_are_never_more_than_rows_can_have(self) -> None:
+        assert StepLimits(2, 8192, 2048, 16).max_tokens == 4096
+        assert StepLimits(8, 8192, 2048, 16).max_tokens == 8192
 
     def test_rows_are_never_more_than_tokens(self) -> None:
         assert StepLimits(64, 16, 100, 16).max_rows == 16
@@ -191,20 +206,23 @@ class TestLimits:
 
 
 class TestLargestSteps:
-    @pytest.mark.parametrize(("num_tokens", "lengths"), [(40, [32, 8]), (64, [32, 32]), (5, [5])])
-    def test_prefill_cuts_rows_at_the_longest_sequence(
+    @pytest.mark.parametrize(
+        ("num_tokens", "lengths"), [(40, [32, 6, 1, 1]), (128, [32] * 4), (4, [1] * 4), (5, [2, 1, 1, 1])]
+    )
+    def test_prefill_has_long_rows_before_single_tokens(
         self, num_tokens: int, lengths: list[int], decoder: Decoder
     ) -> None:
         layout = decoder.layout(8)
-        batch = prefill_batch(num_tokens, 32, 2, layout)
+        batch = prefill_batch(num_tokens, 4, 32, 5, layout)
+        assert batch.block_table.shape == (4, 5)
         assert batch.context_lens.tolist() == lengths
         assert batch.cu_seqlens_q.tolist() == [0, *torch.tensor(lengths).cumsum(0).tolist()]
         assert batch.positions.max() < 32
         assert batch.max_query_len == lengths[0]
         assert len(set(batch.slot_mapping.tolist())) == num_tokens
-        assert batch.sampling_token_idxs.tolist() == [num_tokens - 2, num_tokens - 1]
+        assert batch.sampling_token_idxs.tolist() == (batch.cu_seqlens_q[1:] - 1).tolist()
         blocks = batch.slot_mapping // 8
-        assert (blocks // 256 < prefill_slabs(num_tokens, 32, layout)).all()
+        assert (blocks // 256 < prefill_slabs(num_tokens, 4, 32, layout)).all()
         for row, length in enumerate(lengths):
             begin = batch.cu_seqlens_q[row]
             own = batch.block_table[row, : -(-length // 8)] >> 3
