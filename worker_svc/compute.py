@@ -11,7 +11,7 @@ from worker_svc.arena_plan import ArenaPlan
 from worker_svc.batch import StepBatch
 from worker_svc.graphs import DecodeGraphs, ForwardInputs, bucket_for
 from worker_svc.models.decoder import Decoder
-from worker_svc.staging import InputTransfer, SharedInputs, send_batch
+from worker_svc.staging import InputTransfer, SharedInputs, send_batch, to_device
 
 
 class Compute(Protocol):
@@ -106,4 +106,4 @@ class ModelCompute:
         )
 
     def _entries(self, entries: Sequence[int]) -> Tensor:
-        return torch.tensor(entries, dtype=torch.int32, device=self._device)
+        return to_device(torch.tensor(entries, dtype=torch.int32), self._device)

@@ -117,6 +117,14 @@ class _HostBuffer:
         self._is_copying = True
 
 
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a small tensor of main memory on the device, through page-locked memory of torch's own on a GPU.
+
+    So the host goes on at once; from pageable memory it would wait for all that is queued before the copy.
+    """
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
 @dataclass(frozen=True, slots=True)
 class SentBatch:
     """A step's arrays on the device, as StepBatch describes them: R rows, T tokens, S of the rows sample."""

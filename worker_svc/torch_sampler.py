@@ -1,7 +1,9 @@
 """The sampler for logits that lie on a GPU: the same choices as `sampler.py`, in torch operations on all rows at once.
 
 Logits stay where they are; a step sends back one token id a row (at 128 thousand tokens of vocabulary a row of logits
-is half a megabyte). Where every row is greedy and asks for nothing else, that is one reduction and one copy.
+is half a megabyte). Where every row is greedy and asks for nothing else, that is one reduction and one copy. The host
+waits for the device as it reads token ids, and log probabilities; what goes to the device is sent without waiting,
+indices of rows too: a Python list for an index would be copied from pageable memory.
 
 Sums of weights are sums of integers, in units of 2**-40 of the likeliest token's weight: whatever order a device adds
 them in, the sum is the same, so a row's token depends neither on the batch nor on the run. What is rounded away is less
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from worker_svc.sampler import Choice, Logprobs, SamplingRow, demanding_rows, uniform_of
 from worker_svc.sampling_kernels import TOKEN_OF_BAD_ROW
+from worker_svc.staging import to_device
 
 _UNITS = 2.0**40  # of weight 1; the sum of 2**22 tokens' stays below 2**63
 _CHUNK_ELEMENTS = 1 << 22  # logits worked on at once by what needs ten times their memory
@@ -43,12 +46,13 @@ class TorchSampler:
         if all(row.sampling.is_plain for row in rows):
             return [_choice(token_id) for token_id in _best_tokens(logits).tolist()]
         reported_idxs = [idx for idx, row in enumerate(rows) if row.sampling.num_logprobs is not None]
-        raw_logits = logits[reported_idxs] if reported_idxs else None
+        raw_logits = logits.index_select(0, self._indices(reported_idxs)) if reported_idxs else None
         self._adjust(logits, rows)
         token_ids = _best_tokens(logits)
         for idxs in self._random_chunks(rows):
             draw = _Draw.of([rows[idx] for idx in idxs], self._device)
-            token_ids[idxs] = _draw_tokens(logits[idxs], draw)
+            row_idxs = self._indices(idxs)
+            token_ids.index_copy_(0, row_idxs, _draw_tokens(logits.index_select(0, row_idxs), draw))
         choices = [_choice(token_id) for token_id in token_ids.tolist()]
         if raw_logits is not None:
             self._add_logprobs(choices, raw_logits, reported_idxs, rows)
@@ -65,7 +69,9 @@ class TorchSampler:
             logits.index_put_(at, torch.full((), -torch.inf, device=self._device))
         penalized = [idx for idx, row in enumerate(rows) if row.sampling.has_penalties]
         for idxs in _chunks(penalized, self._chunk_rows):
-            logits[idxs] = self._penalized(logits[idxs], [rows[idx] for idx in idxs])
+            row_idxs = self._indices(idxs)
+            penalized_logits = self._penalized(logits.index_select(0, row_idxs), [rows[idx] for idx in idxs])
+            logits.index_copy_(0, row_idxs, penalized_logits)
 
     def _add_biases(self, logits: Tensor, rows: Sequence[SamplingRow]) -> None:
         biased = [(idx, row.sampling) for idx, row in enumerate(rows) if len(row.sampling.bias_ids)]
@@ -107,7 +113,7 @@ class TorchSampler:
         num_tops = [min(rows[idx].sampling.num_logprobs or 0, self._vocab_size) for idx in idxs]
         token_ids = [choices[idx].token_id or 0 for idx in idxs]
         for chunk in _chunks(list(range(len(idxs))), self._chunk_rows):
-            logits = raw_logits[chunk]
+            logits = raw_logits[chunk[0] : chunk[-1] + 1]
             totals = torch.logsumexp(logits.to(torch.float64), dim=1, keepdim=True)
             chosen = logits.gather(1, self._column([token_ids[place] for place in chunk], torch.int64))
             best, best_ids = _best_first(logits, max(num_tops[place] for place in chunk))
@@ -133,10 +139,13 @@ class TorchSampler:
         return sent[0], sent[1]
 
     def _column(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype).to(self._device)[:, None]
+        return to_device(torch.tensor(values, dtype=dtype), self._device)[:, None]
+
+    def _indices(self, idxs: Sequence[int]) -> Tensor:
+        return to_device(torch.tensor(idxs, dtype=torch.int64), self._device)
 
     def _tensor(self, array: "np.ndarray[tuple[int, ...], np.dtype[np.generic]]") -> Tensor:
-        return torch.from_numpy(array).to(self._device)
+        return to_device(torch.from_numpy(array), self._device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +173,7 @@ class _Draw:
             for row in rows
         ]
         temperature, min_p, uniform, top_k, top_p = (
-            torch.tensor(values, dtype=torch.float64).to(device).unsqueeze(2).unbind(1)
+            to_device(torch.tensor(values, dtype=torch.float64), device).unsqueeze(2).unbind(1)
         )
         return cls(
             temperature.to(torch.float32),

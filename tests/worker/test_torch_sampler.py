@@ -1,11 +1,12 @@
 """The sampler for GPUs, run on CPU tensors: the choices of the compiled one, row for row."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from tests.worker.test_sampler import VOCAB_SIZE, make_logits, make_row
 from worker_svc import torch_sampler
@@ -136,6 +137,38 @@ def test_tiny_temperature_is_greedy(temperature: float) -> None:
     logits = make_logits(seed=2)
     rows = [make_row(seed, temperature=temperature) for seed in range(20)]
     assert set(token_ids(logits.repeat(20, 1), rows)) == {int(logits.argmax())}
+
+
+class WaitingCopies(TorchFunctionMode):
+    """Notes calls that would copy from pageable memory to a GPU, for which the host waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        kwargs = kwargs or {}
+        is_index = func in (Tensor.__getitem__, Tensor.__setitem__)
+        indices = args[1] if is_index and isinstance(args[1], tuple) else args[1:2] if is_index else ()
+        by_list = any(isinstance(index, list) for index in indices)
+        to_device = func is Tensor.to and any(isinstance(value, torch.device) for value in (*args, *kwargs.values()))
+        made_there = func is torch.tensor and "device" in kwargs
+        if by_list or made_there or (to_device and not kwargs.get("non_blocking")):
+            self.found.append(str(func))
+        return func(*args, **kwargs)
+
+
+def test_nothing_that_goes_to_the_device_is_waited_for() -> None:
+    rows = [any_row(seed) for seed in range(60)]
+    with WaitingCopies() as copies:
+        sample(make_logits(len(rows)), rows)
+    assert copies.found == []
 
 
 def test_warming_up_needs_no_logits() -> None:
