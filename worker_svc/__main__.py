@@ -51,6 +51,7 @@ def _run(settings: WorkerSettings) -> int:
         asyncio.run(serve(load_worker(settings), settings))
     except (WorkerError, ModelError, KernelError) as error:
         logger.error("%s", " ".join(str(error).split()))
+        logger.debug("how that came about", exc_info=True)
         if isinstance(error, DeviceHungError):
             logging.shutdown()
             os._exit(1)  # the interpreter's own end waits for every thread, and the device's is stuck

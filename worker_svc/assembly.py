@@ -24,6 +24,7 @@ from worker_svc.engine import (
 )
 from worker_svc.entries import EntryBounds
 from worker_svc.errors import StartupError
+from worker_svc.gpu_errors import told_in_one_line
 from worker_svc.kv import check_weights_fit
 from worker_svc.loader.checkpoint import Checkpoint
 from worker_svc.loader.fingerprint import fingerprint
@@ -56,6 +57,7 @@ class LoadedWorker:
     device: torch.device
 
 
+@told_in_one_line()
 def load_worker(settings: WorkerSettings) -> LoadedWorker:
     """Load the model, allocate the arena, compile every kernel, record graphs.
 
