@@ -52,7 +52,7 @@ class Bench:
 
     def recorder(self) -> Recorder:
         """Return what records launches, so that the host's own time does not count."""
-        return CudaGraphRecorder()
+        return CudaGraphRecorder(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
         """Wait for the device."""

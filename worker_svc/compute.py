@@ -72,8 +72,13 @@ class ModelCompute:
 
         They write to slot -1 alone, that is nowhere.
         """
-        graphs.record(self._run_decoder, buckets)
+        graphs.record_all(self._run_decoder, buckets)
         self._graphs = graphs
+
+    @torch.inference_mode()
+    def record_graph(self, graphs: DecodeGraphs, bucket: int) -> None:
+        """Record decode steps of one number of rows, to see what it takes. Raises as graphs.Recorder does."""
+        graphs.record(self._run_decoder, bucket)
 
     def zero_blocks(self, entries: Sequence[int]) -> None:
         """See Compute."""

@@ -12,6 +12,7 @@ from worker_svc.arena_plan import ArenaPlan, plan_arena
 from worker_svc.compute import ModelCompute
 from worker_svc.entries import max_row_blocks
 from worker_svc.errors import StartupError
+from worker_svc.gpu_errors import first_line
 from worker_svc.gpu_memory import CudaMemoryProbe, MemoryProbe, measure_needs
 from worker_svc.graphs import CudaGraphRecorder, DecodeGraphs, Recorder, decode_buckets
 from worker_svc.kv import cpu_budget
@@ -109,8 +110,10 @@ class GpuParts:
 
     @classmethod
     def of(cls, device: torch.device, limits: StepLimits) -> "GpuParts":
-        """Return those of a GPU."""
-        return cls(PinnedInputs.on_gpu(limits.input_bytes, device), CudaMemoryProbe(device), CudaGraphRecorder)
+        """Return those of a GPU. All recorders share a stream, for libraries keep a work space for each."""
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        inputs = PinnedInputs.on_gpu(limits.input_bytes, device)
+        return cls(inputs, CudaMemoryProbe(device), partial(CudaGraphRecorder, stream))
 
 
 class GpuBuilder:
@@ -139,7 +142,7 @@ class GpuBuilder:
         graphs = self._empty_graphs(buckets)
         # The largest brings the pool that all share, the next what each takes besides.
         records = [
-            partial(compute.record_graphs, graphs, [bucket]) for bucket in sorted(buckets, reverse=True)[:_NUM_MEASURED]
+            partial(compute.record_graph, graphs, bucket) for bucket in sorted(buckets, reverse=True)[:_NUM_MEASURED]
         ]
         try:
             needs = measure_needs(
@@ -152,7 +155,7 @@ class GpuBuilder:
         except torch.OutOfMemoryError as error:
             raise StartupError(
                 f"a step of {limits.max_tokens} tokens and {limits.max_rows} rows does not fit beside the "
-                f"weights: lower --max-num-batched-tokens or --max-num-seqs ({_first_line(error)})"
+                f"weights: lower --max-num-batched-tokens or --max-num-seqs ({first_line(error)})"
             ) from error
         logger.info(
             "of the GPU's %d bytes %d are for weights and the largest step, %d for graphs, and %d are held by others",
@@ -171,7 +174,7 @@ class GpuBuilder:
         except torch.OutOfMemoryError as error:
             raise StartupError(
                 f"a KV arena of {plan.num_bytes:,} bytes cannot be had in one piece: lower --gpu-memory-utilization "
-                f"({_first_line(error)})"
+                f"({first_line(error)})"
             ) from error
         self._backend.warm_up(plan.layout, self._decoder.config.num_heads, self._decoder.attention_params)
         compute = ModelCompute(self._decoder, self._backend, plan, arena, self._parts.inputs)
@@ -202,10 +205,6 @@ def _run_largest_steps(compute: ModelCompute, sampler: TokenSampler, limits: Ste
     largest = prefill_batch(limits.max_tokens, num_rows, limits.max_model_len, width, layout)
     for batch in (largest, decode_batch(num_rows, width, layout)):
         sampler.sample(compute.forward(batch), demanding_rows(num_rows))
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 def _plan(budget_bytes: int, decoder: Decoder, limits: StepLimits) -> ArenaPlan:

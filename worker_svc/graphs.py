@@ -28,6 +28,7 @@ from torch import Tensor
 
 from kernels.dispatch import AttentionBatch
 from worker_svc.batch import StepBatch
+from worker_svc.gpu_errors import first_line
 from worker_svc.staging import InputTransfer, SentBatch, send_batch
 
 logger = logging.getLogger(__name__)
@@ -106,26 +107,31 @@ class Recorder(Protocol):
     """What makes recordings."""
 
     def record(self, run: Callable[[], Tensor]) -> Recording:
-        """Run a call, and record it on the tensors that it uses now."""
+        """Run a call, and record it on the tensors that it uses now.
+
+        Raises torch.OutOfMemoryError, or torch.AcceleratorError when it is the driver that has no memory.
+        """
 
 
 class CudaGraphRecorder:
     """Records CUDA graphs that share one memory pool: no two of them run at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        """Record on `stream`, for which libraries keep a work space as long as the process lives."""
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._stream = stream
 
     def record(self, run: Callable[[], Tensor]) -> Recording:
         """See Recorder."""
-        # Kernels are compiled and libraries get their work space at the first run, which a recording must not contain.
-        self._stream.wait_stream(torch.cuda.current_stream())
+        before, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
+        self._stream.wait_stream(before)
+        # The outer block gives the thread its stream back when a recording fails at its end: torch's own does not.
         with torch.cuda.stream(self._stream):
+            # Kernels are compiled and libraries get their work space at the first run: not for a recording.
             run()
-        torch.cuda.current_stream().wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            output = run()
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                output = run()
+        before.wait_stream(self._stream)
         return Recording(output, graph.replay)
 
 
@@ -155,7 +161,12 @@ class DecodeGraphs:
         self._recordings: dict[int, Recording] = {}
         self.buckets: tuple[int, ...] = ()
 
-    def record(self, forward: Forward, buckets: Sequence[int]) -> None:
+    def record(self, forward: Forward, bucket: int) -> None:
+        """Record a forward of so many rows. Raises as Recorder does."""
+        with _no_collection():
+            self._record(forward, bucket)
+
+    def record_all(self, forward: Forward, buckets: Sequence[int]) -> None:
         """Record a forward for each bucket, the largest first: the smaller ones fit into its memory.
 
         When memory runs out, the buckets recorded until then stay.
@@ -167,11 +178,10 @@ class DecodeGraphs:
                 if idx % logged_every == 0:
                     logger.info("recording graph %d of %d: decode of %d rows", idx + 1, len(descending), bucket)
                 try:
-                    self._recordings[bucket] = self._record(forward, bucket)
-                except torch.OutOfMemoryError:
-                    logger.warning("no memory for graphs of %d rows and fewer", bucket)
+                    self._record(forward, bucket)
+                except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
+                    logger.warning("no graphs of %d rows and fewer can be recorded: %s", bucket, first_line(error))
                     break
-        self.buckets = tuple(sorted(self._recordings))
 
     def run(self, batch: StepBatch, bucket: int) -> tuple[Tensor, Tensor]:
         """Run a batch of at most `bucket` decoding rows, a recorded size.
@@ -186,10 +196,11 @@ class DecodeGraphs:
         recording.replay()
         return recording.output, sent.sampling_token_idxs
 
-    def _record(self, forward: Forward, bucket: int) -> Recording:
+    def _record(self, forward: Forward, bucket: int) -> None:
         sent = send_batch(self._inputs, pad_decode(_empty_decode(), bucket))
         inputs = ForwardInputs.of(sent, self._block_table[:bucket], max_query_len=1)
-        return self._recorder.record(lambda: forward(inputs))
+        self._recordings[bucket] = self._recorder.record(lambda: forward(inputs))
+        self.buckets = tuple(sorted(self._recordings))
 
 
 def _empty_decode() -> StepBatch:

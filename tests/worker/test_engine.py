@@ -1,7 +1,7 @@
 """A GPU's compute built on a fake GPU: its arena is sized, its graphs recorded, and its steps are the model's."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -119,6 +119,16 @@ class TestMemory:
         machine = Machine()
         make_builder(decoder, machine).arena_bytes(TorchSampler(VOCAB_SIZE, CPU), MemoryWish(None, 0.9), ())
         assert machine.recorded == []
+
+    def test_graph_for_which_memory_does_not_suffice_is_no_measurement(self, decoder: Decoder) -> None:
+        class NoMemory(RerunRecorder):
+            def record(self, run: Callable[[], Tensor]) -> Recording:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        parts = replace(Machine().parts(LIMITS), make_recorder=NoMemory)
+        builder = GpuBuilder(decoder, PaddingBackend(), LIMITS, parts)
+        with pytest.raises(StartupError, match=r"does not fit.*CUDA out of memory"):
+            builder.arena_bytes(TorchSampler(VOCAB_SIZE, CPU), MemoryWish(None, 0.9), BUCKETS)
 
     @pytest.mark.parametrize("limits", [StepLimits(2, 64, 16, 8), StepLimits(1, 8192, 40, 16), StepLimits(8, 8, 40, 8)])
     def test_any_limits_can_be_measured(self, decoder: Decoder, limits: StepLimits) -> None:

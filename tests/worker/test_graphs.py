@@ -114,16 +114,17 @@ class TestPadding:
 class CountingRecorder(RerunRecorder):
     """Tells how many rows were recorded and replayed; may run out of memory."""
 
-    def __init__(self, smallest: int = 0) -> None:
+    def __init__(self, smallest: int = 0, error: Exception | None = None) -> None:
         self.recorded: list[int] = []
         self.replayed: list[int] = []
         self._smallest = smallest
+        self._error = error or torch.OutOfMemoryError("no memory")
 
     def record(self, run: Callable[[], Tensor]) -> Recording:
         recording = super().record(run)
         num_rows = len(recording.output)
         if num_rows < self._smallest:
-            raise torch.OutOfMemoryError("no memory")
+            raise self._error
         self.recorded.append(num_rows)
 
         def replay() -> None:
@@ -223,12 +224,22 @@ def test_recording_writes_nothing_to_the_arena(decoder: Decoder) -> None:
     assert not arena.any()
 
 
-def test_buckets_for_which_memory_sufficed_stay(decoder: Decoder, caplog: pytest.LogCaptureFixture) -> None:
-    recorder = CountingRecorder(smallest=4)
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory.\nMore words."),
+        torch.AcceleratorError("CUDA error: out of memory\nMore words."),  # the driver's own, for the graph itself
+    ],
+)
+def test_buckets_for_which_memory_sufficed_stay(
+    error: Exception, decoder: Decoder, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = CountingRecorder(smallest=4, error=error)
     with caplog.at_level(logging.INFO):
         graphs = make_compute(decoder, recorder, (1, 2, 4, 8))
     assert "recording graph 1 of 4: decode of 8 rows" in caplog.text
-    assert "no memory for graphs of 2 rows and fewer" in caplog.text
+    assert "no graphs of 2 rows and fewer can be recorded: CUDA" in caplog.text
+    assert "More words" not in caplog.text
     mirror = decoding(7)
     prefill(graphs, mirror, 1)
     graphs.forward(decode_step(mirror, 1))
@@ -238,6 +249,6 @@ def test_buckets_for_which_memory_sufficed_stay(decoder: Decoder, caplog: pytest
 def test_progress_is_said_a_few_times_and_not_for_each(decoder: Decoder, caplog: pytest.LogCaptureFixture) -> None:
     graphs = DecodeGraphs(RerunRecorder(), inputs_in_main_memory(), 256, 2, CPU)
     with caplog.at_level(logging.INFO):
-        graphs.record(lambda inputs: torch.zeros(len(inputs.token_ids), 2), decode_buckets(256))
+        graphs.record_all(lambda inputs: torch.zeros(len(inputs.token_ids), 2), decode_buckets(256))
     assert graphs.buckets == decode_buckets(256)
     assert 4 <= len(caplog.records) <= 8
