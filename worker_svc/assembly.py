@@ -63,9 +63,8 @@ def load_worker(settings: WorkerSettings) -> LoadedWorker:
 
     Raises StartupError, or the error of the part that refuses (models, loader, kernels): each is one line for a person.
     """
-    gpus = find_gpus()
-    device, backend = _device_and_backend(settings.device, gpus)
-    dtype = choose_dtype(settings.dtype, device, gpus)
+    device, backend = _device_and_backend(settings.device, find_gpus())
+    dtype = choose_dtype(settings.dtype)
     folder = resolve_model(settings.model, logger.info)
     config = _read_config(folder)
     limits = StepLimits(

@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
 
-_BFLOAT16_CAPABILITY = (8, 0)  # Ampere; older chips compute it in float32, several times slower
+_OLDEST_CAPABILITY = (8, 0)  # Ampere; older chips have too little shared memory for the kernels, and no bfloat16
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +25,9 @@ class Gpu:
     is_amd: bool = False
 
     @property
-    def computes_bfloat16(self) -> bool:
-        """Whether matrix products in bfloat16 run on its tensor cores."""
-        return self.is_amd or self.capability >= _BFLOAT16_CAPABILITY
+    def is_supported(self) -> bool:
+        """Whether the kernels run on it."""
+        return self.is_amd or self.capability >= _OLDEST_CAPABILITY
 
     def __str__(self) -> str:
         """Return the name as a person knows it."""
@@ -44,7 +44,10 @@ def find_gpus() -> list[Gpu]:
 
 
 def choose_device(wish: str, gpus: Sequence[Gpu]) -> torch.device:
-    """Return the device for `--device`: cpu, auto, cuda (the first GPU) or cuda:N. Raises StartupError."""
+    """Return the device for `--device`: cpu, auto, cuda (the first GPU) or cuda:N.
+
+    Raises StartupError when a GPU is asked for that is not there, or too old; auto passes it by.
+    """
     if wish == "cpu" or (wish == "auto" and not gpus):
         return CPU
     idx = int(found.group()) if (found := re.search(r"\d+$", wish)) else 0
@@ -54,21 +57,17 @@ def choose_device(wish: str, gpus: Sequence[Gpu]) -> torch.device:
         raise StartupError(f"--device {wish}: this machine has no GPU that torch can use{why}")
     if idx >= len(gpus):
         raise StartupError(f"--device {wish}: torch sees {len(gpus)} GPUs here, the last is cuda:{len(gpus) - 1}")
+    if not gpus[idx].is_supported:
+        why = f"{gpus[idx]} is too old, the kernels need compute capability 8.0 (Ampere) or above"
+        if wish != "auto":
+            raise StartupError(f"--device {wish}: {why}")
+        logger.warning("computing on the CPU, though there is a GPU: %s", why)
+        return CPU
     return torch.device("cuda", idx)
 
 
-def choose_dtype(wish: str, device: torch.device, gpus: Sequence[Gpu]) -> torch.dtype:
-    """Return the compute dtype for `--dtype`; auto is bfloat16, and float16 on a GPU that lacks it.
-
-    Raises StartupError when bfloat16 is asked of a GPU that lacks it.
-    """
-    gpu = gpus[device.index] if device.type == "cuda" else None
-    lacks_bfloat16 = gpu is not None and not gpu.computes_bfloat16
-    if wish == "bfloat16" and lacks_bfloat16:
-        raise StartupError(f"--dtype bfloat16: {gpu} does not compute it; float16 and float32 it does")
-    if wish == "auto" and lacks_bfloat16:
-        logger.info("computing in float16, for %s does not compute bfloat16", gpu)
-        return torch.float16
+def choose_dtype(wish: str) -> torch.dtype:
+    """Return the compute dtype for `--dtype`; auto is bfloat16."""
     dtype: torch.dtype = torch.bfloat16 if wish == "auto" else getattr(torch, wish)
     return dtype
 

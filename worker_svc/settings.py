@@ -44,14 +44,14 @@ class WorkerSettings(ServiceSettings):
     )
     device: str = Field(
         "auto",
-        description="where to compute: auto, cpu, cuda or cuda:N; auto: the first GPU, if there is one",
+        description="where to compute: auto, cpu, cuda or cuda:N; auto: the first GPU if it can be used, else the CPU",
     )
     num_threads: int | None = Field(
         None, ge=1, description="threads that compute on a CPU; none: one for each core this process may use"
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         "auto",
-        description="compute dtype, and that of native KV; auto: bfloat16, or float16 on a GPU without it",
+        description="compute dtype, and that of native KV; auto: bfloat16",
     )
     max_model_len: int | None = Field(
         None, ge=1, description="tokens of a sequence, prompt and output together; none: what the model was made for"

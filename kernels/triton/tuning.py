@@ -16,7 +16,7 @@ from kernels.formats import KVLayout
 # Of every launch. The compiler's default is about to change; products and sums are the same to the last bit only with
 # one setting.
 COMPILER_OPTIONS: Mapping[str, Any] = MappingProxyType({"enable_fp_fusion": True})
-# CUDA architectures with 99 KiB of shared memory for a program; the others have 163 KiB or more.
+# CUDA architectures with 99 KiB of shared memory for a program; the others from 80 on have 163 KiB or more.
 _SMALL_SHARED = (86, 89, 120, 121)
 _DECODE_TILE_BYTES = 16384  # of keys
 
