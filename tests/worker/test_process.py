@@ -88,7 +88,7 @@ async def test_worker_registers_steps_like_transformers_and_stops_on_sigterm(sav
         registered = await soon(scheduler.registered)
         assert registered.address == address
         assert registered.protocol_version == PROTOCOL_VERSION
-        assert (registered.max_num_seqs, registered.max_num_batched_tokens) == (3, 512)
+        assert (registered.max_num_seqs, registered.max_num_batched_tokens) == (3, 256)
         assert len(registered.model.fingerprint) == 32
         assert (registered.model.vocab_size, registered.model.max_model_len) == (VOCAB_SIZE, 256)
         assert registered.num_slabs * registered.slab_bytes * 3 <= 1024**2  # of three layers
