@@ -1,6 +1,8 @@
 """Cells' shared indexes for tests: made, started and stopped."""
 
 import asyncio
+import gc
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -36,15 +38,17 @@ class SharedIndexes:
         cell_name: str = "cell-1",
         loads: dict[LaneId, int] | None = None,
         timing: IndexTiming = TIMING,
+        before_beat: Callable[[], None] = lambda: None,
         on_beat: Callable[[dict[LaneId, int]], None] = lambda _: None,
     ) -> RedisIndex:
         """Start a cell's index; its instances are those of `loads`, which may change later, as by `on_beat`.
 
-        That is called in each beat, once it has taken the loads and waits for Redis.
+        That is called in each beat, once it has taken the loads and waits for Redis; `before_beat` before it asks.
         """
         cell_loads = {A: 0} if loads is None else loads
 
         def take_loads() -> dict[LaneId, int]:
+            before_beat()
             asyncio.get_running_loop().call_soon(on_beat, cell_loads)
             return dict(cell_loads)
 
@@ -56,6 +60,14 @@ class SharedIndexes:
     async def stop(self) -> None:
         for index in self._indexes:
             await index.stop()
+        collect_connections()
+
+
+def collect_connections() -> None:
+    """Have collected, here and not in some later test, what redis-py drops when it is cancelled while it connects."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
 
 
 async def settled(index: RedisIndex) -> None:

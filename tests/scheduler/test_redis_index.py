@@ -433,10 +433,15 @@ async def test_cluster_may_come_later(
 
 
 async def test_stopping_does_not_wait_for_a_server_that_hangs(server: RedisServer) -> None:
-    indexes, waits = SharedIndexes(), asyncio.Event()
-    index = indexes.start(server.url, timing=PATIENT, on_beat=lambda _: waits.set())
+    indexes, may_hang, waits = SharedIndexes(), asyncio.Event(), asyncio.Event()
+
+    def hang() -> None:
+        if may_hang.is_set():
+            server.pause()
+            waits.set()
+
+    index = indexes.start(server.url, timing=PATIENT, before_beat=hang)
     await settled(index)
-    server.pause()
-    waits.clear()
+    may_hang.set()
     await waits.wait()
     await asyncio.wait_for(indexes.stop(), 10)

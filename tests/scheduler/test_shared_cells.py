@@ -17,7 +17,7 @@ from .conftest import TIMING as SHORT
 from .conftest import LoopbackCell, until
 from .fake_worker import expected_output
 from .redis_servers import RedisServer, RedisServers
-from .shared_indexes import PATIENT, TIMING, settled
+from .shared_indexes import PATIENT, TIMING, collect_connections, settled
 
 PROMPT = list(range(10, 110))
 NUM_BLOCKS = 6  # full ones of the prompt
@@ -43,6 +43,7 @@ async def sharing_cell(
         yield cell
     finally:
         await cell.stop()
+        collect_connections()
         cell.check()
 
 
