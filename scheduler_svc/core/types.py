@@ -10,7 +10,7 @@ few hundred rows would wake the garbage collector at every step.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, IntEnum
 from itertools import accumulate, pairwise, repeat
 from typing import NamedTuple, NewType, Protocol, TypeVar
 
@@ -26,6 +26,19 @@ Entry = NewType("Entry", int)  # block_id * 8 + format code
 TokenIds = Sequence[int]
 Opaque = object  # handed through unread
 _T = TypeVar("_T")
+
+
+class Format(IntEnum):
+    """How a block's bytes encode KV, from the widest to the narrowest; the code is part of every entry.
+
+    How many blocks of each a slab holds is what the worker says (LaneSpec).
+    """
+
+    NATIVE = 0
+    INT8 = 1
+    FP8 = 2
+    K8V4 = 3  # int8 keys, int4 values
+    INT4 = 4
 
 
 class FinishReason(Enum):
