@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from protos.block_hash import BlockHash
-from scheduler_svc.core.arena import NATIVE_CODE
+from scheduler_svc.core.types import Format
 from scheduler_svc.index.pending import Write
 from scheduler_svc.index.redis_client import Command, RedisConnection
 
 KEY_PREFIX = b"quire:1:"  # with the version of what the keys mean
 _KEY_HASH_BYTES = 16
 _RECIPE_VERSION = 0
-_NATIVE = f"{NATIVE_CODE}:{_RECIPE_VERSION}".encode()  # the one format that blocks have so far
+_NATIVE = f"{Format.NATIVE.value}:{_RECIPE_VERSION}".encode()  # the one format that blocks have so far
 
 _WRITE_SCRIPT = """
 for i, key in ipairs(KEYS) do
