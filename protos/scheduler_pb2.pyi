@@ -332,6 +332,7 @@ class RegisterRequest(_message.Message):
     NATIVE_BLOCKS_PER_SLAB_FIELD_NUMBER: _builtins.int
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
+    BLOCKS_PER_SLAB_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """protos.channel.PROTOCOL_VERSION; another one is refused"""
     address: _builtins.str
@@ -351,6 +352,12 @@ class RegisterRequest(_message.Message):
     """tokens a step"""
     @_builtins.property
     def model(self) -> _common_pb2.ModelInfo: ...
+    @_builtins.property
+    def blocks_per_slab(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Blocks of each format that a slab holds, by format code (kernels/formats.py); 0: the worker does not have it. Empty:
+        native alone.
+        """
+
     def __init__(
         self,
         *,
@@ -364,10 +371,11 @@ class RegisterRequest(_message.Message):
         native_blocks_per_slab: _builtins.int = ...,
         max_num_seqs: _builtins.int = ...,
         max_num_batched_tokens: _builtins.int = ...,
+        blocks_per_slab: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "instance_id", b"instance_id", "lane_epoch", b"lane_epoch", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "native_blocks_per_slab", b"native_blocks_per_slab", "num_slabs", b"num_slabs", "protocol_version", b"protocol_version", "slab_bytes", b"slab_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks_per_slab", b"blocks_per_slab", "instance_id", b"instance_id", "lane_epoch", b"lane_epoch", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "native_blocks_per_slab", b"native_blocks_per_slab", "num_slabs", b"num_slabs", "protocol_version", b"protocol_version", "slab_bytes", b"slab_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

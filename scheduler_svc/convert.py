@@ -133,6 +133,9 @@ def step_to_wire(plan: types.StepPlan, lane_epoch: int) -> worker_pb2.StepReques
     if plan.ops.copy:
         request.ops.copy_src_entries.extend([source for source, _ in plan.ops.copy])
         request.ops.copy_dst_entries.extend([destination for _, destination in plan.ops.copy])
+    if plan.ops.requantize:
+        request.ops.requantize_src_entries.extend([source for source, _ in plan.ops.requantize])
+        request.ops.requantize_dst_entries.extend([destination for _, destination in plan.ops.requantize])
     return request
 
 
@@ -278,4 +281,9 @@ def lane_spec_from_wire(registration: scheduler_pb2.RegisterRequest) -> types.La
         max_num_seqs=registration.max_num_seqs,
         max_num_batched_tokens=registration.max_num_batched_tokens,
         max_model_len=registration.model.max_model_len,
+        quantized_blocks_per_slab={
+            fmt: num_blocks
+            for fmt, num_blocks in zip(types.Format, registration.blocks_per_slab, strict=False)
+            if fmt is not types.Format.NATIVE and num_blocks
+        },
     )

@@ -23,8 +23,8 @@ from protos.channel import CHANNEL_OPTIONS, token_metadata
 from protos.worker_pb2_grpc import WorkerStub
 from scheduler_svc import convert
 from scheduler_svc.cell import Cell
-from scheduler_svc.core.arena import block_ids, native_entry
-from scheduler_svc.core.types import LaneId, LaneSpec, Seal, StepStatus
+from scheduler_svc.core.arena import lies_within
+from scheduler_svc.core.types import Entry, LaneId, LaneSpec, Seal, StepStatus
 from scheduler_svc.step_rates import StepRates
 from scheduler_svc.timing import Clock, Timing
 
@@ -245,11 +245,11 @@ class LaneDriver:
 
 def _check_manifest(seals: Sequence[Seal], spec: LaneSpec) -> None:
     """Raise LaneLostError unless every seal names a block of the lane's arena that no other names."""
-    unnamed = {native_entry(block_id) for block_id in block_ids(spec.num_blocks, spec.blocks_per_slab)}
+    named: set[Entry] = set()
     for seal in seals:
-        if seal.entry not in unnamed:
+        if seal.entry in named or not lies_within(seal.entry, spec):
             raise LaneLostError(f"the manifest names entry {seal.entry} twice, or it lies outside the arena")
-        unnamed.remove(seal.entry)
+        named.add(seal.entry)
 
 
 def _text(error: Exception) -> str:

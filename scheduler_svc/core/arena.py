@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from scheduler_svc.core.types import BlockId, Entry, Format
+from scheduler_svc.core.types import BlockId, Entry, Format, LaneSpec
 
 PLACES_PER_SLAB = 256  # the stride of slabs in block ids: the most blocks of the narrowest format in one slab
 FORMAT_CODES = 8  # the stride of block ids in entries
@@ -29,11 +29,6 @@ def entry_of(block_id: BlockId, fmt: Format) -> Entry:
     return Entry(block_id * FORMAT_CODES + fmt)
 
 
-def native_entry(block_id: BlockId) -> Entry:
-    """Return the block-table entry of a native block."""
-    return entry_of(block_id, Format.NATIVE)
-
-
 def block_id_of(entry: Entry) -> BlockId:
     """Return the block that an entry names, whatever its format."""
     return BlockId(entry // FORMAT_CODES)
@@ -42,6 +37,15 @@ def block_id_of(entry: Entry) -> BlockId:
 def format_of(entry: Entry) -> Format:
     """Return the format of the block that an entry names."""
     return Format(entry % FORMAT_CODES)
+
+
+def lies_within(entry: Entry, spec: LaneSpec) -> bool:
+    """Return whether an entry names a place of a lane's arena."""
+    slab_idx, place = divmod(block_id_of(entry), PLACES_PER_SLAB)
+    capacity = next((num for fmt, num in spec.capacities.items() if fmt == entry % FORMAT_CODES), 0)
+    if entry % FORMAT_CODES == Format.NATIVE and slab_idx * capacity + place >= spec.num_blocks:
+        return False  # the last slab may be cut off
+    return place < capacity and slab_idx < spec.num_slabs
 
 
 class Arena(Protocol):
@@ -57,8 +61,12 @@ class Arena(Protocol):
         """Occupy the places of these entries in an arena that is all blank; return those that can be."""
 
     @property
+    def num_blocks(self) -> int:
+        """What the arena holds, in native blocks."""
+
+    @property
     def num_blank(self) -> int:
-        """What is blank, in native blocks."""
+        """What is blank of it, in native blocks."""
 
     def check_integrity(self, occupied: set[BlockId]) -> None:
         """Raise AssertionError unless these places are occupied and all others blank."""
@@ -68,7 +76,7 @@ class NativeArena:
     """An arena in which every slab is native: places are given out in the order in which they became blank."""
 
     def __init__(self, num_blocks: int, blocks_per_slab: int) -> None:
-        self.num_blocks = num_blocks
+        self._num_blocks = num_blocks
         self._blank = deque(block_ids(num_blocks, blocks_per_slab))
 
     def take(self, fmt: Format) -> BlockId | None:
@@ -89,6 +97,11 @@ class NativeArena:
         return claimed
 
     @property
+    def num_blocks(self) -> int:
+        """All places."""
+        return self._num_blocks
+
+    @property
     def num_blank(self) -> int:
         """Blank places."""
         return len(self._blank)
@@ -98,7 +111,7 @@ class NativeArena:
         blank = set(self._blank)
         assert len(blank) == len(self._blank), "a place is blank twice"
         assert not blank & occupied, "a place is blank and occupied"
-        assert len(blank) + len(occupied) == self.num_blocks, "a place leaked"
+        assert len(blank) + len(occupied) == self._num_blocks, "a place leaked"
 
 
 @dataclass(slots=True, eq=False)
@@ -196,6 +209,11 @@ class SlabArena:
         self._slabs: dict[int, Slab] = {}  # those given to a format, by slab_idx
         self._shelves = {fmt: _Shelf(capacities[fmt]) for fmt in formats}
         self._kept = {fmt: self.reserve_slabs - rank for rank, fmt in enumerate(formats)}  # free slabs that it leaves
+
+    @property
+    def num_blocks(self) -> int:
+        """Native blocks that fit when every slab is native."""
+        return self.num_slabs * self.capacities[Format.NATIVE]
 
     @property
     def num_blank(self) -> int:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 
 from protos.block_hash import BlockHash
 from scheduler_svc.core import ends, losses, results, submission
+from scheduler_svc.core.arena import NativeArena
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.kv_manager import KVManager
 from scheduler_svc.core.lane import Lane
@@ -51,7 +52,11 @@ class Scheduler:
         budget_tokens = min(spec.max_num_batched_tokens, config.max_num_batched_tokens or spec.max_num_batched_tokens)
         state.lanes[lane_id] = Lane(
             lane_id,
-            KVManager(BlockPool(spec.num_blocks, spec.blocks_per_slab), spec.block_size, config.enable_prefix_caching),
+            KVManager(
+                BlockPool(NativeArena(spec.num_blocks, spec.blocks_per_slab)),
+                spec.block_size,
+                config.enable_prefix_caching,
+            ),
             max_num_seqs=min(spec.max_num_seqs, config.max_num_seqs, budget_tokens),
             max_num_batched_tokens=budget_tokens,
         )

@@ -8,7 +8,7 @@ StepPlan.settled_seq_ids) and named tuples, which cost a third of a dataclass to
 few hundred rows would wake the garbage collector at every step.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from itertools import accumulate, pairwise, repeat
@@ -116,6 +116,17 @@ class LaneSpec:
     max_num_seqs: int  # rows
     max_num_batched_tokens: int  # tokens a step
     max_model_len: int  # tokens, prompt and output together
+    quantized_blocks_per_slab: Mapping[Format, int] = field(default_factory=dict)  # of the other formats that it has
+
+    @property
+    def num_slabs(self) -> int:
+        """Slabs of the arena."""
+        return -(-self.num_blocks // self.blocks_per_slab)
+
+    @property
+    def capacities(self) -> dict[Format, int]:
+        """How many blocks of each format fit in a slab."""
+        return {Format.NATIVE: self.blocks_per_slab, **self.quantized_blocks_per_slab}
 
 
 class StepStatus(Enum):
@@ -229,7 +240,8 @@ class BlockOps:
     """Operations that run before the step's forward. No place is written by two of them or read by one and written."""
 
     zero: Sequence[Entry] = ()
-    copy: Sequence[tuple[Entry, Entry]] = ()  # (source, destination)
+    copy: Sequence[tuple[Entry, Entry]] = ()  # (source, destination), of one format
+    requantize: Sequence[tuple[Entry, Entry]] = ()  # (source, destination); the destination's format is narrower
 
 
 @dataclass(frozen=True, slots=True)

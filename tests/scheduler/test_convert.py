@@ -11,6 +11,7 @@ from scheduler_svc.core.types import (
     Entry,
     EntryPatch,
     FinishReason,
+    Format,
     NewRow,
     ResumedRow,
     Seal,
@@ -93,7 +94,11 @@ def test_step_carries_every_part() -> None:
         settled_seq_ids=[SeqId(6), SeqId(7)],
         patches=[EntryPatch(SeqId(4), 0, Entry(40))],
         seals=[Seal(Entry(48), BlockHash(b"h" * HASH_BYTES))],
-        ops=BlockOps(zero=[Entry(32)], copy=[(Entry(48), Entry(40))]),
+        ops=BlockOps(
+            zero=[Entry(32)],
+            copy=[(Entry(48), Entry(40))],
+            requantize=[(Entry(56), Entry(2049)), (Entry(64), Entry(2057))],
+        ),
     )
     request = convert.step_to_wire(plan, lane_epoch=7)
     assert (request.lane_epoch, request.step_id, request.restart) == (7, 1, True)
@@ -112,6 +117,8 @@ def test_step_carries_every_part() -> None:
     assert (list(patches.seq_ids), list(patches.block_idxs), list(patches.entries)) == ([4], [0], [40])
     assert list(request.ops.zero_entries) == [32]
     assert (list(request.ops.copy_src_entries), list(request.ops.copy_dst_entries)) == ([48], [40])
+    assert list(request.ops.requantize_src_entries) == [56, 64]
+    assert list(request.ops.requantize_dst_entries) == [2049, 2057]
     assert convert.seals_from_wire(request.seals) == plan.seals
     assert convert.num_scheduled_tokens(plan) == 3 + 5 + 1 + 6 + 2
 
@@ -153,3 +160,12 @@ def test_malformed_manifest_is_refused() -> None:
     seals = worker_pb2.Seals(entries=[8, 16], block_hashes=b"h" * HASH_BYTES, recipe_versions=[0])
     with pytest.raises(convert.MalformedMessageError):
         convert.seals_from_wire(seals)
+
+
+def test_lane_spec_has_the_formats_that_the_worker_has() -> None:
+    registration = scheduler_pb2.RegisterRequest(num_slabs=3, native_blocks_per_slab=16)
+    spec = convert.lane_spec_from_wire(registration)
+    assert (spec.num_blocks, spec.num_slabs, spec.capacities) == (48, 3, {Format.NATIVE: 16})
+    registration.blocks_per_slab.extend([16, 31, 0, 0, 49, 77])  # one that this version does not know
+    spec = convert.lane_spec_from_wire(registration)
+    assert spec.capacities == {Format.NATIVE: 16, Format.INT8: 31, Format.INT4: 49}
