@@ -10,7 +10,7 @@ A block's age is the number of full blocks after it. The first block, to which a
 native always. Pressure may narrow older blocks beyond the policy, down to the floor.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from scheduler_svc.core.types import Format
 
@@ -70,14 +70,27 @@ class PrecisionPolicy:
         return self.floor if 0 < block_idx < num_full_blocks else Format.NATIVE
 
     def limited_to(self, floor: Format | None) -> "PrecisionPolicy":
-        """Return the policy for a request that wants nothing narrower than `floor`; None: it has no wish."""
+        """Return the policy for a request that wants nothing narrower than `floor`; None: it has no wish.
+
+        It uses no other formats than this one: blocks that would be narrower stay in the last tier that is left.
+        """
         if floor is None or floor >= self.floor:
             return self
-        tiers = [tier for tier in self.tiers if tier.fmt <= floor]
-        limited = [Tier(floor, tier.from_age_blocks) for tier in self.tiers if tier.fmt > floor]
-        if limited and tiers[-1].fmt < floor:
-            tiers.append(limited[0])
-        return replace(self, tiers=tuple(tiers), floor=floor)
+        return PrecisionPolicy(
+            tiers=tuple(tier for tier in self.tiers if tier.fmt <= floor),
+            floor=max(fmt for fmt in self.formats if fmt <= floor),
+        )
+
+    def count_formats(self, first_block_idx: int, end_block_idx: int, num_full_blocks: int) -> list[int]:
+        """Return how many of these blocks the policy keeps in each format, by format code."""
+        counts = [0] * len(Format)
+        older_end = 1  # the first block is native
+        for tier in reversed(self.narrowing):
+            tier_end = max(older_end, num_full_blocks - tier.from_age_blocks)
+            counts[tier.fmt] += max(0, min(tier_end, end_block_idx) - max(older_end, first_block_idx))
+            older_end = tier_end
+        counts[Format.NATIVE] += end_block_idx - first_block_idx - sum(counts)
+        return counts
 
 
 NATIVE_ONLY = PrecisionPolicy()

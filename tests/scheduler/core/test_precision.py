@@ -46,9 +46,20 @@ def test_a_requests_floor_cuts_what_is_narrower() -> None:
     policy = parse_policy("native:16,int8:48,int4")
     assert policy.limited_to(None) is policy.limited_to(INT4) is policy
     assert policy.limited_to(INT8).tiers == (Tier(NATIVE, 0), Tier(INT8, 16))
-    assert policy.limited_to(FP8).tiers == (Tier(NATIVE, 0), Tier(INT8, 16), Tier(FP8, 64))
+    assert policy.limited_to(FP8) == policy.limited_to(INT8)  # a request brings no format into the cell
+    assert policy.limited_to(INT8).floor is INT8
     assert policy.limited_to(NATIVE) == NATIVE_ONLY
-    assert parse_policy("native:1,fp8").limited_to(INT8) == parse_policy("native:1,int8")
+    pressed = parse_policy("native:16,int8", "int4")
+    assert pressed.limited_to(K8V4) == parse_policy("native:16,int8")
+
+
+@pytest.mark.parametrize("text", ["native", "native:1,int8", "native:2,int8:3,int4"])
+def test_formats_are_counted_as_they_are_told_block_by_block(text: str) -> None:
+    policy = parse_policy(text)
+    for num_full in range(12):
+        for first in range(12):
+            formats = [policy.format_of(idx, num_full) for idx in range(first, 12)]
+            assert policy.count_formats(first, 12, num_full) == [formats.count(fmt) for fmt in Format]
 
 
 @pytest.mark.parametrize(
