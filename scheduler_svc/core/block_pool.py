@@ -33,6 +33,9 @@ class Block:
     ref_cnt: int = 0
     block_hash: BlockHash | None = None  # set: full, computed, sealed; never written again under this hash
     quarantined_until: StepId | None = None
+    # In lanes with several formats:
+    block_idx: int = 0  # its position, the same in every table that has it
+    is_awaited: bool = False  # a sequence allows a narrower format, another that shares the block does not yet
 
 
 @dataclass(slots=True)
@@ -81,6 +84,12 @@ class BlockPool:
         """Return a sealed block with this hash, or None. Nothing is referenced yet: call `touch`."""
         copies = self._by_hash.get(block_hash)
         return copies[0] if copies else None
+
+    def find_no_narrower(self, block_hash: BlockHash, narrowest: Format) -> Block | None:
+        """Return, of the sealed blocks with this hash, that of the widest format, unless even that is too narrow."""
+        copies = self._by_hash.get(block_hash)
+        best = min(copies, key=lambda copy: copy.fmt) if copies else None
+        return best if best is not None and best.fmt <= narrowest else None
 
     def is_idle(self, block: Block) -> bool:
         """Return whether touching the block takes it from the available ones."""
@@ -168,10 +177,13 @@ class BlockPool:
         return True
 
     def hold(self, block: Block, step_id: StepId) -> None:
-        """Keep a cached block from being evicted until `step_id`, which is being planned and names it, is applied."""
+        """Keep an unreferenced block from being evicted until `step_id`, which is being planned, is applied."""
         if block in self._cached:
             del self._cached[block]
             self._quarantine_until(step_id, block)
+        elif block.quarantined_until is not None:
+            block.quarantined_until = step_id
+            self._quarantine.append((step_id, block))
 
     def forget(self, block: Block) -> None:
         """Drop what is known of a block's contents: they were to be written by a step that failed."""

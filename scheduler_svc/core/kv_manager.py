@@ -9,14 +9,22 @@ A block is written only while one sequence references it and it has no hash: the
 block goes to a copy.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from protos.block_hash import BlockHash
 from scheduler_svc.core.block_pool import Block, BlockPool
 from scheduler_svc.core.sequence import Seq
-from scheduler_svc.core.types import Entry, Seal, StepId
+from scheduler_svc.core.types import Counters, Entry, Seal, StepId
+
+
+class Relocation(NamedTuple):
+    """A block that an operation of a step puts in another place."""
+
+    block: Block
+    source: Entry  # what the operation reads: the place that the block leaves, or a better copy of it
+    destination: Entry
 
 
 class Growth(NamedTuple):
@@ -32,7 +40,10 @@ _NO_GROWTH = Growth()
 
 @dataclass(slots=True)
 class KVManager:
-    """Block tables over one lane's pool. It changes the sequences' tables and nothing else of them."""
+    """Block tables over one lane's pool. It changes the sequences' tables and nothing else of them.
+
+    Here all blocks are native; `mixed_kv` has the manager of lanes with several formats.
+    """
 
     pool: BlockPool
     block_size: int
@@ -40,15 +51,21 @@ class KVManager:
     num_reserved_blocks: int = 0
     new_seals: list[Seal] = field(default_factory=list)  # for the worker; the owner takes and clears them
     new_hashes: list[BlockHash] = field(default_factory=list)  # for the index; likewise
+    relocations: list[Relocation] = field(default_factory=list)  # of the step being planned; likewise
     _computing: dict[BlockHash, Seq] = field(default_factory=dict)  # prompt blocks that a running sequence will seal
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks hold `num_tokens`."""
         return -(-num_tokens // self.block_size)
 
+    @property
+    def max_seq_tokens(self) -> int:
+        """Tokens of the longest sequence that the whole pool holds."""
+        return self.pool.num_blocks * self.block_size
+
     def can_hold(self, num_tokens: int) -> bool:
         """Return whether the whole pool is enough for a sequence of `num_tokens`."""
-        return self.num_blocks_for(num_tokens) <= self.pool.num_blocks
+        return num_tokens <= self.max_seq_tokens
 
     def cached_prefix(self, seq: Seq) -> list[Block]:
         """Return the sealed blocks that `seq` can start with. One token at least is left to compute."""
@@ -56,8 +73,8 @@ class KVManager:
             return []
         hits: list[Block] = []
         most = (len(seq.token_ids) - 1) // self.block_size
-        for block_hash in seq.block_hashes(self.block_size)[:most]:
-            block = self.pool.find(block_hash)
+        for block_idx, block_hash in enumerate(seq.block_hashes(self.block_size)[:most]):
+            block = self._hit(seq, block_idx, block_hash)
             if block is None:
                 break
             hits.append(block)
@@ -88,10 +105,17 @@ class KVManager:
             for block_hash in seq.block_hashes(self.block_size)[len(hits) :]:
                 self._computing.setdefault(block_hash, seq)
 
-    def num_missing_blocks(self, seq: Seq, num_tokens: int) -> int:
-        """Return how many blocks the next `num_tokens` of `seq` need."""
-        num_new, shared = self._missing(seq, num_tokens)
-        return num_new + (shared is not None)
+    def relocate(self, step_id: StepId, counters: Counters) -> None:
+        """Put blocks in other places, by operations of the step `step_id`; before anything else of it is planned."""
+
+    def num_tokens_with_room(self, seq: Seq, num_tokens: int) -> int:
+        """Return for how many of the next `num_tokens` of a prompt there is room now; here they were reserved."""
+        return num_tokens
+
+    def is_room_coming(self, seq: Seq) -> bool:
+        """Return whether `seq` gets room for its next token once the steps in flight have been applied."""
+        num_new, shared = self._missing(seq, 1)
+        return self.pool.num_quarantined >= num_new + (shared is not None)
 
     def grow(self, seq: Seq, num_tokens: int) -> Growth | None:
         """Make room for the next `num_tokens` of `seq`; None, with nothing changed, when blocks are short.
@@ -100,7 +124,7 @@ class KVManager:
         """
         num_new, shared = self._missing(seq, num_tokens)
         num_missing = num_new + (shared is not None)
-        if self.pool.num_available - self.num_reserved_blocks + seq.num_reserved_blocks < num_missing:
+        if not self._has_room(seq, num_missing):
             return None
         copied = self._copy_tail(seq, shared) if shared is not None else None
         new_blocks = [self._take_block(seq) for _ in range(num_new)]
@@ -135,7 +159,7 @@ class KVManager:
             if block.block_hash is None:  # else a fork sealed it
                 if self.pool.seal(block, block_hash):
                     self.new_hashes.append(block_hash)
-                self.new_seals.append(Seal(block.entry, block_hash))
+                self._seal_at_worker(block, block_hash)
             self._stop_computing(block_hash, seq)
         seq.num_sealed_blocks = num_full
 
@@ -146,6 +170,28 @@ class KVManager:
         if self.enable_prefix_caching:
             for block_hash in seq.block_hashes(self.block_size)[seq.num_sealed_blocks :]:
                 self._stop_computing(block_hash, seq)
+
+    def end_step(self, step_id: StepId, relocations: Sequence[Relocation]) -> None:
+        """Take note that a step with these relocations has been applied, its other blocks sealed."""
+
+    def forget(self, relocations: Sequence[Relocation]) -> None:
+        """Drop what relocated blocks hold: their steps failed. Nobody references them."""
+
+    def holders_of(self, block: Block) -> Iterable[Seq]:
+        """Return the sequences whose tables a relocation of the block changes."""
+        return ()
+
+    def _hit(self, seq: Seq, block_idx: int, block_hash: BlockHash) -> Block | None:
+        """Return the block that `seq` can use in this position."""
+        return self.pool.find(block_hash)
+
+    def _has_room(self, seq: Seq, num_missing: int) -> bool:
+        """Return whether `seq` can take so many blocks now."""
+        return self.pool.num_available - self.num_reserved_blocks + seq.num_reserved_blocks >= num_missing
+
+    def _seal_at_worker(self, block: Block, block_hash: BlockHash) -> None:
+        """Have the worker note what a block holds."""
+        self.new_seals.append(Seal(block.entry, block_hash))
 
     def _missing(self, seq: Seq, num_tokens: int) -> tuple[int, Block | None]:
         """Return how many blocks the next `num_tokens` add, and the block to copy before, if one must be."""
@@ -177,8 +223,11 @@ class KVManager:
         """Raise AssertionError unless pool, tables and reservations agree. `seqs`: all rows of the lane."""
         self.pool.check_integrity([seq.table for seq in seqs])
         assert self.num_reserved_blocks == sum(seq.num_reserved_blocks for seq in seqs)
-        assert self.pool.num_available >= self.num_reserved_blocks, "promised more than there is"
+        self._check_promises()
         assert set(self._computing.values()) <= set(seqs), "a block is computed by nobody"
         for seq in seqs:
             assert len(seq.table) >= self.num_blocks_for(seq.num_computed_tokens), "tokens without a block"
             assert seq.num_sealed_blocks * self.block_size <= seq.num_computed_tokens
+
+    def _check_promises(self) -> None:
+        assert self.pool.num_available >= self.num_reserved_blocks, "promised more than there is"

@@ -4,8 +4,9 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from scheduler_svc.core.arena import format_of
 from scheduler_svc.core.block_pool import Block
-from scheduler_svc.core.kv_manager import Growth, KVManager
+from scheduler_svc.core.kv_manager import Growth, KVManager, Relocation
 from scheduler_svc.core.sequence import Seq
 from scheduler_svc.core.types import (
     BlockOps,
@@ -90,6 +91,7 @@ class PlannedStep:
     rows: list[PlannedRow]
     settled: list[Seq]
     settled_epochs: list[int]
+    relocations: list[Relocation]
 
     def live_seq_ids(self) -> set[SeqId]:
         """Return the sequences for which the step still counts."""
@@ -120,6 +122,11 @@ class Lane:
         """Sequences that run here."""
         return len(self.decoding) + len(self.prefilling)
 
+    @property
+    def next_step_id(self) -> StepId:
+        """The step that is planned next."""
+        return StepId(self.last_step_id + 1)
+
     def rows(self) -> list[Seq]:
         """Return the sequences that run here."""
         return [*self.decoding.values(), *self.prefilling.values()]
@@ -129,7 +136,12 @@ class Lane:
         return len(self.in_flight) < MAX_STEPS_IN_FLIGHT
 
     def quarantine_end(self) -> StepId | None:
-        """Return the last step planned, if one is in flight: until it is applied, places given up are not reused."""
+        """Return the last step that may name places given up now; until it is applied they are not reused. None: none.
+
+        It is the step being planned, where that has relocations.
+        """
+        if self.kv.relocations:
+            return self.next_step_id
         return self.last_step_id if self.in_flight else None
 
     def remove(self, seq: Seq) -> None:
@@ -151,7 +163,9 @@ class Lane:
 
     def finish(self, draft: Draft) -> StepPlan:
         """Make the draft the next step: it is in flight from now on."""
-        self.last_step_id = StepId(self.last_step_id + 1)
+        self.last_step_id = self.next_step_id
+        relocations = self.kv.relocations
+        patches = self._relocated_entries()  # while it is known which rows the worker has
         new_rows: list[NewRow] = []
         resumed_rows: list[ResumedRow] = []
         continued_rows: list[ContinuedRow] = []
@@ -173,15 +187,24 @@ class Lane:
             new_rows=new_rows,
             continued_rows=continued_rows,
             settled_seq_ids=[seq.seq_id for seq in draft.settled],
-            patches=_patches(draft, continued_rows),
+            patches=patches + _patches(draft, continued_rows),
             seals=self.kv.new_seals,
-            ops=_block_ops(draft),
+            ops=_block_ops(draft, relocations),
         )
         epochs = [seq.seq_epoch for seq in draft.settled]
-        self.in_flight.append(PlannedStep(self.last_step_id, draft.rows, draft.settled, epochs))
+        self.in_flight.append(PlannedStep(self.last_step_id, draft.rows, draft.settled, epochs, relocations))
         self.kv.pool.release(draft.copied_blocks(), self.last_step_id)
-        self.finished_seq_ids, self.kv.new_seals, self.restart = [], [], False
+        self.finished_seq_ids, self.kv.new_seals, self.kv.relocations, self.restart = [], [], [], False
         return plan
+
+    def _relocated_entries(self) -> list[EntryPatch]:
+        """Return what relocations change in tables that the worker has, also of rows that sit the step out."""
+        return [
+            EntryPatch(seq.seq_id, relocation.block.block_idx, relocation.destination)
+            for relocation in self.kv.relocations
+            for seq in self.kv.holders_of(relocation.block)
+            if seq.worker_lane_id == self.lane_id and seq.worker_epoch == seq.seq_epoch
+        ]
 
     def stats(self) -> LaneStats:
         """Return the lane's figures."""
@@ -238,9 +261,11 @@ def _patches(draft: Draft, continued_rows: Sequence[ContinuedRow]) -> list[Entry
     ]
 
 
-def _block_ops(draft: Draft) -> BlockOps:
+def _block_ops(draft: Draft, relocations: Sequence[Relocation]) -> BlockOps:
     growths = draft.growths.values()
-    return BlockOps(
-        zero=[entry for growth in growths for entry in growth.zero],
-        copy=[(growth.copied[1].entry, growth.copied[2].entry) for growth in growths if growth.copied],
-    )
+    copies = [(growth.copied[1].entry, growth.copied[2].entry) for growth in growths if growth.copied]
+    requantized: list[tuple[Entry, Entry]] = []
+    for _, source, destination in relocations:
+        is_move = format_of(source) is format_of(destination)
+        (copies if is_move else requantized).append((source, destination))
+    return BlockOps([entry for growth in growths for entry in growth.zero], copies, requantized)

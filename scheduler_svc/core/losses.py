@@ -38,6 +38,8 @@ def fail_step(state: State, lane: Lane, step: PlannedStep, error: str) -> list[T
     for seq in lane.rows():
         runs += _requeue(state, lane, seq, is_lost=seq.seq_id in lost, error=error)
     _forget_worker(state, lane.lane_id)
+    for unsure in (step, *lane.in_flight):
+        lane.kv.forget(unsure.relocations)
     lane.restart, lane.finished_seq_ids = True, []
     return runs
 

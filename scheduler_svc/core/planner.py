@@ -1,5 +1,6 @@
 """How a lane's next step is put together: running rows first, then waiting sequences, all in one token budget.
 
+blocks             before all else, what is put in another place or format
 decoding rows      one token each; where blocks are short, the newest row is preempted
 prefilling rows    the next chunk of their prompt; its blocks were reserved when they were admitted
 waiting sequences  while rows, tokens and blocks are left, and nobody was preempted for this step
@@ -38,6 +39,7 @@ class StepPlanner:
 
     def plan(self) -> None:
         """Fill `draft`."""
+        self._lane.kv.relocate(self._lane.next_step_id, self._state.counters)
         if self._state.config.policy is SchedulingPolicy.CONTINUOUS:
             self._plan_decodes()
             self._plan_prefills()
@@ -50,7 +52,7 @@ class StepPlanner:
         lane.is_batch_open = lane.is_batch_open or lane.num_rows == 0
         if lane.is_batch_open:
             self._plan_prefills()
-            lane.is_batch_open = bool(self.draft.rows)
+            lane.is_batch_open = bool(self.draft.rows or lane.prefilling)
         if not lane.is_batch_open:
             self._plan_decodes()
 
@@ -68,19 +70,25 @@ class StepPlanner:
         """Get `seq` room for one more token, preempting the newest rows if need be; None: it sits this step out."""
         kv = self._lane.kv
         while (growth := kv.grow(seq, 1)) is None:
-            if kv.pool.num_quarantined >= kv.num_missing_blocks(seq, 1):
-                return None
-            if not self._state.some_lane_holds(seq.num_computed_tokens + 1):
-                if not seq.num_in_flight_tokens:  # else that token may be its last
-                    self.runs.append(end_outgrown(self._state, seq))
-                return None
-            victim = newest(self._lane.rows())
-            if victim is seq and seq.num_in_flight_tokens:
-                return None  # likewise
-            self._preempt(victim)
-            if victim is seq:
+            if not self._make_room(seq):
                 return None
         return growth
+
+    def _make_room(self, seq: Seq) -> bool:
+        """Preempt the newest row, for the next token of `seq`. Return False when that sits this step out, or ended."""
+        kv, num_wanted_tokens = self._lane.kv, seq.num_computed_tokens + 1
+        if kv.is_room_coming(seq):
+            return False
+        victim = newest(self._lane.rows())
+        is_alone = self._lane.num_rows == 1 and kv.can_hold(num_wanted_tokens)  # and yet this lane does not
+        if is_alone or not self._state.some_lane_holds(num_wanted_tokens):
+            if not seq.num_in_flight_tokens:  # else that token may be its last
+                self.runs.append(end_outgrown(self._state, seq))
+            return False
+        if victim is seq and seq.num_in_flight_tokens:
+            return False  # likewise
+        self._preempt(victim)
+        return victim is not seq
 
     def _preempt(self, victim: Seq) -> None:
         """Send a row back to the queue; it keeps its tokens and replays them. Its part in the draft is undone."""
@@ -94,15 +102,24 @@ class StepPlanner:
     def _plan_prefills(self) -> None:
         """Spend what is left of the budget on rows whose prompt is half computed, then on new ones."""
         for seq in sorted(self._lane.prefilling.values(), key=lambda seq: seq.rank):
-            if self.draft.budget_tokens:
-                self._plan_chunk(seq)
+            if self.draft.budget_tokens and seq.seq_id in self._lane.prefilling:  # else it was preempted meanwhile
+                self._plan_prefill(seq)
         if not self.draft.preempted:
             self._admit()
 
-    def _plan_chunk(self, seq: Seq) -> None:
-        """Schedule the next chunk of a row's known tokens; its blocks were reserved. The last chunk samples."""
+    def _plan_prefill(self, seq: Seq) -> None:
+        """Schedule a row's next chunk, preempting the newest rows if there is not room for one token of it."""
+        while not self._plan_chunk(seq):
+            if not self._make_room(seq):
+                return
+
+    def _plan_chunk(self, seq: Seq) -> bool:
+        """Schedule the next chunk of a row's known tokens; the last one samples. False: no token of it has room."""
         lane = self._lane
         num_tokens = min(len(seq.token_ids) - seq.num_computed_tokens, self.draft.budget_tokens)
+        num_tokens = lane.kv.num_tokens_with_room(seq, num_tokens)
+        if not num_tokens:
+            return False
         growth = lane.kv.grow(seq, num_tokens)
         assert growth is not None, "a reservation was not kept"
         # What goes beyond the prompt is replayed output.
@@ -112,6 +129,7 @@ class StepPlanner:
             del lane.prefilling[seq.seq_id]
             lane.decoding[seq.seq_id] = seq
             self._fork_unforked(seq)
+        return True
 
     def _fork_unforked(self, parent: Seq) -> None:
         """Let the sequences that waited for the parent's prompt share it; they are planned from the next step on.

@@ -17,6 +17,7 @@ def apply_result(state: State, lane: Lane, result: StepResult) -> list[TokenRun]
         for failed in result.failed_rows:
             runs += fail_row(state, lane, failed)
         _seal(state, lane, step)
+        lane.kv.end_step(step.step_id, step.relocations)
         runs += _take_tokens(state, result.sampled)
     elif result.status is StepStatus.FAILED:
         runs = fail_step(state, lane, step, result.error)

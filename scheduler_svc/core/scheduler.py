@@ -15,10 +15,8 @@ from collections.abc import Iterable, Sequence
 
 from protos.block_hash import BlockHash
 from scheduler_svc.core import ends, losses, results, submission
-from scheduler_svc.core.arena import NativeArena
-from scheduler_svc.core.block_pool import BlockPool
-from scheduler_svc.core.kv_manager import KVManager
 from scheduler_svc.core.lane import Lane
+from scheduler_svc.core.mixed_kv import make_kv_manager
 from scheduler_svc.core.planner import StepPlanner
 from scheduler_svc.core.publication import withdraw_evicted
 from scheduler_svc.core.state import SchedulerConfig, State
@@ -46,21 +44,21 @@ class Scheduler:
     # ---- lanes
 
     def add_lane(self, lane_id: LaneId, spec: LaneSpec) -> list[TokenRun]:
-        """Add a worker. Returns the ends of queued requests that it shows can never be served."""
+        """Add a worker. Returns the ends of queued requests that it shows can never be served.
+
+        Raises PrecisionError when it lacks a format that the precision policy uses.
+        """
         state, config = self._state, self._state.config
         assert lane_id not in state.lanes
         budget_tokens = min(spec.max_num_batched_tokens, config.max_num_batched_tokens or spec.max_num_batched_tokens)
+        kv = make_kv_manager(spec, config.precision, budget_tokens, config.enable_prefix_caching)
         state.lanes[lane_id] = Lane(
             lane_id,
-            KVManager(
-                BlockPool(NativeArena(spec.num_blocks, spec.blocks_per_slab)),
-                spec.block_size,
-                config.enable_prefix_caching,
-            ),
+            kv,
             max_num_seqs=min(spec.max_num_seqs, config.max_num_seqs, budget_tokens),
             max_num_batched_tokens=budget_tokens,
         )
-        return submission.learn_limits(state, spec)
+        return submission.learn_limits(state, spec, kv.max_seq_tokens)
 
     def restore(self, lane_id: LaneId, seals: Iterable[Seal]) -> None:
         """Take over the sealed blocks of a worker's manifest, after add_lane and before the first plan."""
@@ -113,7 +111,7 @@ class Scheduler:
         planner = StepPlanner(self._state, lane, now_ms)
         planner.plan()
         withdraw_evicted(self._state, lane)
-        if planner.draft.is_empty and (lane.in_flight or not lane.has_news()):
+        if planner.draft.is_empty and not lane.kv.relocations and (lane.in_flight or not lane.has_news()):
             return None, planner.runs
         self._state.counters.steps += 1
         return lane.finish(planner.draft), planner.runs

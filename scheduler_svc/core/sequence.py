@@ -13,6 +13,7 @@ from enum import Enum
 
 from protos.block_hash import BlockHash, next_hash
 from scheduler_svc.core.block_pool import Block
+from scheduler_svc.core.precision import NATIVE_ONLY, PrecisionPolicy
 from scheduler_svc.core.types import (
     Delivered,
     EndingRules,
@@ -63,6 +64,7 @@ class Seq:
     total_limit_tokens: int  # prompt and output together: it ends when token_ids is that long
     rank: Rank  # lower runs first, and is preempted last
     ending: EndingRules
+    precision: PrecisionPolicy = NATIVE_ONLY  # of its blocks, in lanes with several formats
     state: SeqState = SeqState.WAITING
     seq_epoch: int = 0
     num_delivered_tokens: int = 0  # output tokens that came with the request, submitted again
@@ -79,6 +81,7 @@ class Seq:
     num_reserved_blocks: int = 0  # promised at admission, not yet allocated
     num_computed_tokens: int = 0
     num_sealed_blocks: int = 0
+    num_aged_blocks: int = 0  # full blocks there were when its blocks were last demoted by age
     # Below this many computed tokens a decode asks nothing of the table, fills no block and does not end by length. It
     # is what makes a row cheap between block borders; whoever shares the row's tail block sets it to 0.
     settled_until_tokens: int = 0
@@ -148,7 +151,7 @@ class Seq:
         self.lane_id = None
         self.table = []
         self.num_reserved_blocks = 0
-        self.num_computed_tokens = self.num_sealed_blocks = self.settled_until_tokens = 0
+        self.num_computed_tokens = self.num_sealed_blocks = self.num_aged_blocks = self.settled_until_tokens = 0
 
     def usage(self) -> Usage:
         """Return the sequence's token counts so far."""

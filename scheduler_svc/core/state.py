@@ -9,6 +9,7 @@ from itertools import count
 
 from scheduler_svc.core.lane import Lane
 from scheduler_svc.core.policy import SchedulingPolicy, WaitingQueue
+from scheduler_svc.core.precision import NATIVE_ONLY, PrecisionPolicy
 from scheduler_svc.core.sequence import Job, Seq, SeqState
 from scheduler_svc.core.types import Counters, LaneId, PrefixIndex, RequestId, SeqId
 
@@ -22,6 +23,7 @@ class SchedulerConfig:
     max_queued_seqs: int = 4096
     enable_prefix_caching: bool = True
     policy: SchedulingPolicy = SchedulingPolicy.CONTINUOUS
+    precision: PrecisionPolicy = NATIVE_ONLY  # formats of KV blocks
 
 
 @dataclass(slots=True, eq=False)

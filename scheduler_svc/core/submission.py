@@ -37,10 +37,10 @@ def submit(state: State, request: Request) -> list[TokenRun]:
     return runs
 
 
-def learn_limits(state: State, spec: LaneSpec) -> list[TokenRun]:
+def learn_limits(state: State, spec: LaneSpec, max_seq_tokens: int) -> list[TokenRun]:
     """Note what a new lane can serve, and end what was queued before that was known and exceeds it; clamp the rest."""
     max_model_len = state.max_model_len = max(state.max_model_len or 0, spec.max_model_len)
-    state.max_seq_tokens = max(state.max_seq_tokens or 0, spec.num_blocks * spec.block_size)
+    state.max_seq_tokens = max(state.max_seq_tokens or 0, max_seq_tokens)
     runs = []
     for seq in tuple(state.seqs.values()):
         seq.total_limit_tokens = min(seq.num_prompt_tokens + seq.ending.max_tokens, max_model_len)
@@ -102,6 +102,7 @@ def _add_seq(state: State, job: Job, sequence_idx: int, delivered: Delivered | N
         total_limit_tokens=len(request.prompt_token_ids) + request.ending.max_tokens,
         rank=(request.priority, job.arrival, sequence_idx),
         ending=request.ending,
+        precision=state.config.precision.limited_to(request.kv_precision_floor),
         num_delivered_tokens=len(delivered.token_ids) if delivered else 0,
     )
     if state.max_model_len is not None:

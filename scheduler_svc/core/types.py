@@ -102,6 +102,7 @@ class Request:
     priority: int = 0  # lower runs first
     deadline_ms: int | None = None
     skip_cache_read: bool = False
+    kv_precision_floor: Format | None = None  # its blocks are kept in nothing narrower
     is_resubmit: bool = False  # it was let in before: past the queue's bound, and before all that is new
     delivered: dict[int, Delivered] = field(default_factory=dict)  # by sequence index
 
@@ -318,6 +319,7 @@ class Counters:
     output_tokens: int = 0
     steps: int = 0
     evicted_blocks: int = 0
+    demoted_blocks: int = 0  # put in a narrower format because of their age
     worker_losses: int = 0
 
 

@@ -1,7 +1,8 @@
 """A worker without a model: it steps rows over a simulated arena and checks that every slot it reads is right.
 
 A slot's contents stand for the KV of a token, which depends on all tokens before it: they are a fingerprint of the
-prefix that ends there. So a wrong block, a missed copy, an early reuse or a stale hit shows at the first read.
+prefix that ends there. So a wrong block, a missed copy, an early reuse or a stale hit shows at the first read. Formats
+keep the fingerprint, but a slab that is written in another format than before loses what it held.
 """
 
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 from scheduler_svc.core.types import (
     BlockId,
     Entry,
+    Format,
     NewRow,
     ResumedRow,
     SampledRows,
@@ -61,8 +63,14 @@ class FakeWorker:
     block_size: int
     rows: dict[SeqId, Row] = field(default_factory=dict)
     slots: dict[tuple[BlockId, int], int] = field(default_factory=dict)
+    slab_formats: dict[int, Format] = field(default_factory=dict)
     num_copies: int = 0
+    num_requantized: int = 0
     is_skipping: bool = False
+
+    def take_arena(self, other: "FakeWorker") -> None:
+        """Hold what another worker holds."""
+        self.slots, self.slab_formats = dict(other.slots), dict(other.slab_formats)
 
     def run(self, plan: StepPlan, *, fails: bool = False) -> StepResult:
         """Run a step as a real worker does; `fails`: as one whose forward breaks half way."""
@@ -72,6 +80,7 @@ class FakeWorker:
         if self.is_skipping:
             return StepResult(plan.step_id, StepStatus.SKIPPED)
         scheduled = self._update_mirror(plan)
+        self._check_seals(plan)
         self._run_ops(plan, scheduled)
         if fails:
             self.is_skipping = True
@@ -133,18 +142,48 @@ class FakeWorker:
         )
 
     def _run_ops(self, plan: StepPlan, scheduled: list[SeqId]) -> None:
-        written = [*plan.ops.zero, *(destination for _, destination in plan.ops.copy)]
-        assert len(set(written)) == len(written), "a place is written by two operations"
-        sources = {source for source, _ in plan.ops.copy}
-        assert not sources & set(written), "a place is read and written by operations"
-        assert not sources & {e for seq_id in scheduled for e in self._written_entries(self.rows[seq_id])}
-        for entry in plan.ops.zero:
+        ops = plan.ops
+        moved = [*ops.copy, *ops.requantize]
+        written = [*ops.zero, *(destination for _, destination in moved)]
+        assert len({_block(entry) for entry in written}) == len(written), "a place is written by two operations"
+        sources = {_block(source) for source, _ in moved}
+        assert not sources & set(map(_block, written)), "a place is read and written by operations"
+        assert not sources & {_block(e) for seq_id in scheduled for e in self._written_entries(self.rows[seq_id])}
+        for source, destination in ops.copy:
+            assert _format(source) is _format(destination), "a copy does not change the format"
+        for source, destination in ops.requantize:
+            assert _format(source) < _format(destination), "a block was not narrowed"
+            assert all(self._read(source, offset) is not None for offset in range(self.block_size)), "it is not full"
+        # Read all before anything is written: the order of a step's operations is the worker's affair.
+        contents = [[self._read(source, offset) for offset in range(self.block_size)] for source, _ in moved]
+        for entry in ops.zero:
             for offset in range(self.block_size):
-                self.slots.pop((_block(entry), offset), None)
-        for source, destination in plan.ops.copy:
-            self.num_copies += 1
-            for offset in range(self.block_size):
-                self.slots[_block(destination), offset] = self.slots.get((_block(source), offset), 0)
+                self._write(entry, offset, None)
+        for (_, destination), block in zip(moved, contents, strict=True):
+            for offset, content in enumerate(block):
+                self._write(destination, offset, content)
+        self.num_copies += len(ops.copy)
+        self.num_requantized += len(ops.requantize)
+
+    def _check_seals(self, plan: StepPlan) -> None:
+        for seal in plan.seals:
+            contents = [self._read(seal.entry, offset) for offset in range(self.block_size)]
+            assert None not in contents, "a block is sealed that is not full"
+
+    def _read(self, entry: Entry, offset: int) -> int | None:
+        if self.slab_formats.get(_block(entry) // 256) is not _format(entry):
+            return None
+        return self.slots.get((_block(entry), offset))
+
+    def _write(self, entry: Entry, offset: int, content: int | None) -> None:
+        slab_idx = _block(entry) // 256
+        if self.slab_formats.get(slab_idx) is not _format(entry):
+            self.slots = {slot: value for slot, value in self.slots.items() if slot[0] // 256 != slab_idx}
+            self.slab_formats[slab_idx] = _format(entry)
+        if content is None:
+            self.slots.pop((_block(entry), offset), None)
+        else:
+            self.slots[_block(entry), offset] = content
 
     def _written_entries(self, row: Row) -> set[Entry]:
         first, last = row.num_computed_tokens, row.num_computed_tokens + row.num_scheduled_tokens - 1
@@ -158,13 +197,18 @@ class FakeWorker:
         prefix = 0
         for position in range(end):
             prefix = fingerprint(prefix, row.token_ids[position])
-            slot = _block(row.entries[position // self.block_size]), position % self.block_size
+            entry, offset = row.entries[position // self.block_size], position % self.block_size
             if position >= row.num_computed_tokens:
-                self.slots[slot] = prefix
-            assert self.slots.get(slot) == prefix, f"slot {slot} does not hold position {position}"
+                assert _format(entry) is Format.NATIVE, "new tokens are written to native blocks"
+                self._write(entry, offset, prefix)
+            assert self._read(entry, offset) == prefix, f"entry {entry} does not hold position {position}"
         row.num_computed_tokens = end
         return prefix
 
 
 def _block(entry: Entry) -> BlockId:
     return BlockId(entry // 8)
+
+
+def _format(entry: Entry) -> Format:
+    return Format(entry % 8)

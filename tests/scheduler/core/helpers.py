@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from protos.block_hash import root_hash
 from scheduler_svc.core.policy import SchedulingPolicy
+from scheduler_svc.core.precision import NATIVE_ONLY, PrecisionPolicy
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.state import SchedulerConfig
 from scheduler_svc.core.types import (
@@ -13,6 +14,7 @@ from scheduler_svc.core.types import (
     EndingRules,
     Entry,
     FinishReason,
+    Format,
     LaneId,
     LaneSpec,
     Request,
@@ -39,6 +41,7 @@ def make_request(
     deadline_ms: int | None = None,
     salt: str = "",
     skip_cache_read: bool = False,
+    floor: Format | None = None,
     is_resubmit: bool = False,
     delivered: dict[int, Delivered] | None = None,
 ) -> Request:
@@ -52,6 +55,7 @@ def make_request(
         priority=priority,
         deadline_ms=deadline_ms,
         skip_cache_read=skip_cache_read,
+        kv_precision_floor=floor,
         is_resubmit=is_resubmit or bool(delivered),
         delivered=delivered or {},
     )
@@ -172,15 +176,26 @@ def make_spec(num_blocks: int = 64, *, max_num_seqs: int = 8, budget: int = 16, 
     return LaneSpec(num_blocks, 16, BLOCK_SIZE, max_num_seqs, budget, max_model_len)
 
 
+def make_mixed_spec(
+    num_slabs: int = 32, *, max_num_seqs: int = 8, budget: int = 16, max_model_len: int = 1000
+) -> LaneSpec:
+    """Return a lane with small slabs: of 2 native blocks, 3 int8 or 5 int4 ones."""
+    quantized = {Format.INT8: 3, Format.INT4: 5}
+    return LaneSpec(2 * num_slabs, 2, BLOCK_SIZE, max_num_seqs, budget, max_model_len, quantized)
+
+
 def make_cell(
     spec: LaneSpec | None = None,
     *,
     num_lanes: int = 1,
     policy: SchedulingPolicy = SchedulingPolicy.CONTINUOUS,
+    precision: PrecisionPolicy = NATIVE_ONLY,
     max_queued_seqs: int = 1000,
     prefix_caching: bool = True,
 ) -> Cell:
-    config = SchedulerConfig(policy=policy, max_queued_seqs=max_queued_seqs, enable_prefix_caching=prefix_caching)
+    config = SchedulerConfig(
+        policy=policy, precision=precision, max_queued_seqs=max_queued_seqs, enable_prefix_caching=prefix_caching
+    )
     cell = Cell(Scheduler(config, MemoryIndex()))
     for i in range(num_lanes):
         cell.add_lane(f"w{i}", spec or make_spec())

@@ -82,7 +82,7 @@ def test_restored_blocks_are_hits() -> None:
     seals = plan(cell).seals
     restarted = make_cell(num_lanes=0)
     restarted.add_lane("w0", make_spec())
-    restarted.workers[LaneId("w0")].slots = dict(cell.workers[LaneId("w0")].slots)
+    restarted.workers[LaneId("w0")].take_arena(cell.workers[LaneId("w0")])
     restarted.scheduler.restore(LaneId("w0"), seals)
     restarted.submit(make_request("b", range(12), max_tokens=5))
     assert plan(restarted).new_rows[0].num_computed_tokens == 8

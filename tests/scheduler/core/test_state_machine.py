@@ -8,8 +8,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from scheduler_svc.core.ends import MAX_HOMELESS_MS
 from scheduler_svc.core.policy import SchedulingPolicy
-from scheduler_svc.core.types import Delivered, SchedulerError
-from tests.scheduler.core.helpers import Cell, expected_of, make_cell, make_request, make_spec
+from scheduler_svc.core.precision import NATIVE_ONLY, PrecisionPolicy, parse_policy
+from scheduler_svc.core.types import Delivered, Format, SchedulerError
+from tests.scheduler.core.helpers import Cell, expected_of, make_cell, make_mixed_spec, make_request, make_spec
+
+PRECISIONS = [
+    parse_policy("native:1,int8"),
+    parse_policy("native:2,int4"),
+    parse_policy("native:1,int8:2,int4"),
+    parse_policy("native:3,int8", "int4"),
+    parse_policy("native", "int8"),  # narrowed under pressure only
+]
 
 prompts = st.builds(
     # Prompts that share beginnings: a common head, then a tail of one token value.
@@ -33,6 +42,8 @@ class CellMachine(RuleBasedStateMachine):
         budget=st.integers(3, 20),
         policy=st.sampled_from(SchedulingPolicy),
         prefix_caching=st.booleans(),
+        num_slabs=st.integers(6, 16),
+        precision=st.sampled_from([None, None, *PRECISIONS]),
     )
     def start(
         self,
@@ -42,9 +53,19 @@ class CellMachine(RuleBasedStateMachine):
         budget: int,
         policy: SchedulingPolicy,
         prefix_caching: bool,
+        num_slabs: int,
+        precision: PrecisionPolicy | None,
     ) -> None:
         self.spec = make_spec(num_blocks, max_num_seqs=max_num_seqs, budget=budget, max_model_len=60)
-        self.cell = make_cell(self.spec, num_lanes=num_lanes, policy=policy, prefix_caching=prefix_caching)
+        if precision is not None:
+            self.spec = make_mixed_spec(num_slabs, max_num_seqs=max_num_seqs, budget=budget, max_model_len=60)
+        self.cell = make_cell(
+            self.spec,
+            num_lanes=num_lanes,
+            policy=policy,
+            prefix_caching=prefix_caching,
+            precision=precision or NATIVE_ONLY,
+        )
 
     @rule(
         prompt=prompts,
@@ -56,6 +77,7 @@ class CellMachine(RuleBasedStateMachine):
         skip_cache_read=st.booleans(),
         has_delivered=st.booleans(),
         num_delivered=st.integers(0, 5),
+        floor=st.sampled_from([None, None, Format.NATIVE, Format.INT8]),
     )
     def submit(
         self,
@@ -68,6 +90,7 @@ class CellMachine(RuleBasedStateMachine):
         skip_cache_read: bool,
         has_delivered: bool,
         num_delivered: int,
+        floor: Format | None,
     ) -> None:
         self.num_requests += 1
         request = make_request(
@@ -79,6 +102,7 @@ class CellMachine(RuleBasedStateMachine):
             stops=stops,
             priority=priority,
             skip_cache_read=skip_cache_read,
+            floor=floor,
         )
         if has_delivered:
             request.delivered[0] = Delivered(tuple(expected_of(request)[:num_delivered]))
@@ -128,7 +152,9 @@ class CellMachine(RuleBasedStateMachine):
         assert all(client.end is not None for client in self.cell.clients.values())
         for lane_id in self.cell.workers:
             stats = self.cell.scheduler.lane_stats(lane_id)
-            assert stats.num_free_blocks + stats.num_cached_blocks == stats.num_blocks, "a block leaked"
+            assert (stats.num_running_seqs, stats.num_quarantined_blocks) == (0, 0)
+            if not self.spec.quantized_blocks_per_slab:
+                assert stats.num_free_blocks + stats.num_cached_blocks == stats.num_blocks, "a block leaked"
 
 
 CellMachine.TestCase.settings = settings(

@@ -1,0 +1,306 @@
+"""The block tables of a lane whose blocks are kept in several formats.
+
+New tokens are written to native blocks. Once a block is full, age narrows it: an operation of a later step writes it
+anew in a narrower format, at another place, and the tables that have it are patched.
+
+    step k      fills block 4 of a sequence (policy native:1,int8)
+    step k+1    before its forward: block 3, native at place 7, is written as int8 at place 512
+                place 7 stays in quarantine until step k+1 has been applied
+
+A block that sequences share is narrowed when the last of them allows it, and never widened again.
+
+A prompt's native places come back only after its blocks were narrowed, so nothing is promised block by block here: rows
+take what there is, wait while places are in quarantine, and preempt when nothing else helps. Admission looks ahead
+instead: all blocks, promised ones in the format that their age will give them, must fit into the slabs.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from protos.block_hash import BlockHash
+from scheduler_svc.core.arena import NativeArena, SlabArena
+from scheduler_svc.core.block_pool import Block, BlockPool
+from scheduler_svc.core.kv_manager import Growth, KVManager, Relocation
+from scheduler_svc.core.precision import PrecisionError, PrecisionPolicy
+from scheduler_svc.core.sequence import Seq
+from scheduler_svc.core.types import Counters, Entry, Format, LaneSpec, Seal, StepId
+
+_NO_STEP = StepId(0)
+
+
+@dataclass(slots=True, kw_only=True)
+class MixedKVManager(KVManager):
+    """Block tables over slabs that formats share."""
+
+    arena: SlabArena  # that of the pool
+    max_chunk_blocks: int  # native blocks that a step's tokens fill
+    promised: list[int] = field(default_factory=lambda: [0] * len(Format))  # blocks reserved, by format
+    _step_id: StepId = _NO_STEP  # the step being planned
+    _holders: dict[Block, dict[Seq, None]] = field(default_factory=dict)  # of referenced blocks
+    _due: dict[Seq, None] = field(default_factory=dict)  # sequences with a block that became full
+    _unawaited: dict[Block, None] = field(default_factory=dict)  # shared blocks that a sequence gave up
+    _moving: dict[Block, StepId] = field(default_factory=dict)  # relocated by a step that has not been applied
+
+    @property
+    def max_seq_tokens(self) -> int:
+        """Tokens of the longest sequence that the whole pool holds, all but the first and last blocks at the floor.
+
+        Narrowing takes room: a slab of each format is left to it.
+        """
+        *wider, narrowest = sorted(self.arena.capacities)
+        native = self.arena.capacities[Format.NATIVE]
+        num_slabs = self.arena.num_slabs - self.arena.reserve_slabs - len(wider) - -(-2 // native)
+        num_narrow = max(0, num_slabs) * self.arena.capacities[narrowest]
+        return (2 + num_narrow) * self.block_size
+
+    def can_admit(self, seq: Seq, hits: Sequence[Block], watermark_blocks: int) -> bool:
+        """Return whether all known tokens of `seq` fit beside what is there and promised, with `watermark_blocks` left.
+
+        Every block counts in the format that it is in, or that it will have when the prompt is computed; native room is
+        left for the chunks of three steps, which come back only after the step that narrows them. Cached blocks do not
+        count. A sequence that has the lane for itself may try.
+        """
+        if not any(self.pool.num_referenced) and not any(self.promised):
+            return True
+        wanted = self._promise(seq, len(hits), self.num_blocks_for(len(seq.token_ids)))
+        num_unwritten = sum(self.promised) + sum(wanted)
+        for block in hits:
+            wanted[block.fmt] += self.pool.is_idle(block)
+        wanted[Format.NATIVE] += watermark_blocks + min(3 * self.max_chunk_blocks, num_unwritten)
+        num_slabs = sum(
+            -(-(self.pool.num_referenced[fmt] + self.promised[fmt] + wanted[fmt]) // capacity)
+            for fmt, capacity in self.arena.capacities.items()
+        )
+        return num_slabs + self.arena.reserve_slabs <= self.arena.num_slabs
+
+    def admit(self, seq: Seq, hits: Sequence[Block]) -> None:
+        """Give `seq` its hits, and promise it blocks for the rest of its known tokens."""
+        KVManager.admit(self, seq, hits)
+        self._count_promise(seq, 1)
+        for block_idx, block in enumerate(hits):
+            self._hold(block, block_idx, seq)
+
+    def num_tokens_with_room(self, seq: Seq, num_tokens: int) -> int:
+        """Return for how many of the next `num_tokens` of a prompt there are native places now."""
+        num_missing = self.num_blocks_for(seq.num_computed_tokens + num_tokens) - len(seq.table)
+        num_short = max(0, num_missing - self._find_room(num_missing))
+        num_blocks = len(seq.table) + num_missing - num_short
+        return min(num_tokens, num_blocks * self.block_size - seq.num_computed_tokens)
+
+    def is_room_coming(self, seq: Seq) -> bool:
+        """Return whether waiting helps: places are in quarantine."""
+        return self.pool.num_quarantined > 0
+
+    def grow(self, seq: Seq, num_tokens: int) -> Growth | None:
+        """Make room for the next `num_tokens` of `seq`; see KVManager.grow."""
+        _, shared = self._missing(seq, num_tokens)
+        if shared is not None and self._moving.get(shared) == self._step_id:
+            return None  # what this step moves it cannot copy too
+        growth = KVManager.grow(self, seq, num_tokens)
+        if growth is None:
+            return None
+        if growth.copied:
+            block_idx, shared, copy = growth.copied
+            self._let_go(shared, seq)
+            self._hold(copy, block_idx, seq)
+        for block_idx in range(len(seq.table) - len(growth.new_entries), len(seq.table)):
+            self._hold(seq.table[block_idx], block_idx, seq)
+        if seq.num_computed_tokens % self.block_size + num_tokens >= self.block_size:
+            self._due[seq] = None
+        return growth
+
+    def fork(self, parent: Seq, child: Seq) -> None:
+        """Share the parent's blocks with `child`; see KVManager.fork."""
+        KVManager.fork(self, parent, child)
+        for block_idx, block in enumerate(child.table):
+            self._hold(block, block_idx, child)
+
+    def release(self, seq: Seq, last_step_id: StepId | None) -> None:
+        """Give back all that `seq` holds; see KVManager.release."""
+        self._count_promise(seq, -1)
+        KVManager.release(self, seq, last_step_id)
+        for block in seq.table:
+            self._let_go(block, seq)
+        self._due.pop(seq, None)
+
+    def relocate(self, step_id: StepId, counters: Counters) -> None:
+        """Narrow the blocks that are old enough, by operations of the step `step_id`."""
+        self._step_id = step_id
+        due, self._due = self._due, {}
+        for seq in due:
+            if not self._narrow_aged(seq):
+                self._due[seq] = None
+        unawaited, self._unawaited = self._unawaited, {}
+        for block in unawaited:
+            if block in self._holders and not self._narrow(block):
+                self._unawaited[block] = None
+        counters.demoted_blocks += len(self.relocations)
+
+    def end_step(self, step_id: StepId, relocations: Sequence[Relocation]) -> None:
+        """Seal at the worker what a step put in other places, now that it has been applied."""
+        for block, _, destination in relocations:
+            if self._moving.get(block) == step_id:
+                del self._moving[block]
+                if block.block_hash is not None:
+                    self.new_seals.append(Seal(destination, block.block_hash))
+
+    def forget(self, relocations: Sequence[Relocation]) -> None:
+        """Drop what relocated blocks hold: their steps failed. Nobody references them."""
+        for block, *_ in relocations:
+            self._moving.pop(block, None)
+            self.pool.forget(block)
+
+    def holders_of(self, block: Block) -> Iterable[Seq]:
+        """Return the sequences that have the block in their tables."""
+        return self._holders.get(block, ())
+
+    def _narrow_aged(self, seq: Seq) -> bool:
+        """Narrow the blocks of `seq` that crossed a border of its policy. False: there was no place for one."""
+        num_full = seq.num_computed_tokens // self.block_size
+        # The narrowest tier first: a block that is past two borders is quantized once.
+        for tier in reversed(seq.precision.narrowing):
+            first_block_idx = max(1, seq.num_aged_blocks - tier.from_age_blocks)
+            for block in seq.table[first_block_idx : max(0, num_full - tier.from_age_blocks)]:
+                if block.fmt < tier.fmt and not self._narrow(block):
+                    return False
+        seq.num_aged_blocks = num_full
+        return True
+
+    def _narrow(self, block: Block) -> bool:
+        """Narrow a block as far as all that hold it allow. False: there was no place for it."""
+        fmt = self._allowed_format(block)
+        if fmt <= block.fmt:
+            block.is_awaited = True
+            return True
+        return self._relocate(block, fmt)
+
+    def _allowed_format(self, block: Block) -> Format:
+        """Return the widest of the formats in which the sequences that hold the block want it."""
+        allowed = max(self.arena.capacities)
+        for seq in self._holders[block]:
+            wanted = seq.precision.format_of(block.block_idx, seq.num_computed_tokens // self.block_size)
+            allowed = min(allowed, wanted)
+            if allowed <= block.fmt:
+                break
+        return allowed
+
+    def _relocate(self, block: Block, fmt: Format) -> bool:
+        """Have the step put the block in another place, once only. Return whether there is one."""
+        if self._moving.get(block) == self._step_id:
+            return True
+        copy = block if fmt is block.fmt else self.pool.best_copy(block)
+        if self._moving.get(copy) == self._step_id:
+            copy = block  # the copy's place is being written
+        source: Entry = copy.entry
+        if not self.pool.relocate(block, fmt, self._step_id):
+            return False
+        if copy is not block:
+            self.pool.hold(copy, self._step_id)
+        self._moving[block] = self._step_id
+        self.relocations.append(Relocation(block, source, block.entry))
+        return True
+
+    def _hit(self, seq: Seq, block_idx: int, block_hash: BlockHash) -> Block | None:
+        """Return the best copy of a block, if `seq` allows its format at the age that the block will have.
+
+        A sequence that starts over takes what pressure may have made of its blocks.
+        """
+        num_full = len(seq.token_ids) // self.block_size
+        if seq.num_output_tokens or seq.seq_epoch:
+            narrowest = seq.precision.pressed_format_of(block_idx, num_full)
+        else:
+            narrowest = seq.precision.format_of(block_idx, num_full)
+        return self.pool.find_no_narrower(block_hash, narrowest)
+
+    def _has_room(self, seq: Seq, num_missing: int) -> bool:
+        return self._find_room(num_missing) >= num_missing
+
+    def _find_room(self, num_blocks: int) -> int:
+        """Evict cached blocks until `num_blocks` native places can be taken, or none is left; return how many can."""
+        while (num_takeable := self.arena.num_takeable(Format.NATIVE)) < num_blocks and self.pool.num_cached:
+            self.pool.evict_oldest()
+        return num_takeable
+
+    def _take_block(self, seq: Seq) -> Block:
+        if seq.num_reserved_blocks:
+            self.promised[self._oldest_promise(seq)] -= 1
+        return KVManager._take_block(self, seq)
+
+    def _oldest_promise(self, seq: Seq) -> Format:
+        """Return the format in which the next block of `seq` was promised."""
+        num_tokens = len(seq.token_ids)
+        block_idx = self.num_blocks_for(num_tokens) - seq.num_reserved_blocks
+        return seq.precision.format_of(block_idx, num_tokens // self.block_size)
+
+    def _promise(self, seq: Seq, first_block_idx: int, end_block_idx: int) -> list[int]:
+        return seq.precision.count_formats(first_block_idx, end_block_idx, len(seq.token_ids) // self.block_size)
+
+    def _count_promise(self, seq: Seq, sign: int) -> None:
+        end_block_idx = self.num_blocks_for(len(seq.token_ids))
+        for fmt, num_blocks in enumerate(self._promise(seq, end_block_idx - seq.num_reserved_blocks, end_block_idx)):
+            self.promised[fmt] += sign * num_blocks
+
+    def _seal_at_worker(self, block: Block, block_hash: BlockHash) -> None:
+        if block not in self._moving:  # else `end_step` does it, when the block's new place has been written
+            KVManager._seal_at_worker(self, block, block_hash)
+
+    def _hold(self, block: Block, block_idx: int, seq: Seq) -> None:
+        holders = self._holders.get(block)
+        if holders is None:
+            holders = self._holders[block] = {}
+            block.block_idx, block.is_awaited = block_idx, False
+        holders[seq] = None
+
+    def _let_go(self, block: Block, seq: Seq) -> None:
+        holders = self._holders[block]
+        del holders[seq]
+        if not holders:
+            del self._holders[block]
+        elif block.is_awaited:
+            self._unawaited[block] = None
+
+    def check_integrity(self, seqs: Sequence[Seq]) -> None:
+        """Raise AssertionError unless pool, tables, promises and formats agree. `seqs`: all rows of the lane."""
+        KVManager.check_integrity(self, seqs)
+        holders: dict[Block, dict[Seq, None]] = {}
+        promised = [0] * len(Format)
+        for seq in seqs:
+            num_full = seq.num_computed_tokens // self.block_size
+            for block_idx, block in enumerate(seq.table):
+                holders.setdefault(block, {})[seq] = None
+                assert block.block_idx == block_idx, "a block at another position"
+                assert block.fmt is Format.NATIVE or 0 < block_idx < num_full, "a block that is written is not native"
+                assert block.fmt <= seq.precision.floor, "a block below the floor"
+            end_block_idx = self.num_blocks_for(len(seq.token_ids))
+            counts = self._promise(seq, end_block_idx - seq.num_reserved_blocks, end_block_idx)
+            promised = [have + more for have, more in zip(promised, counts, strict=True)]
+        assert holders == self._holders, "holders"
+        assert promised == self.promised, "promises"
+        assert self._due.keys() <= set(seqs), "a sequence that is gone has blocks to narrow"
+
+    def _check_promises(self) -> None:
+        """Nothing is promised block by block."""
+
+
+def make_kv_manager(
+    spec: LaneSpec, precision: PrecisionPolicy, max_num_batched_tokens: int, enable_prefix_caching: bool
+) -> KVManager:
+    """Return the manager of a new lane's blocks.
+
+    A pool of so few slabs that those kept free would be a large part of it stays native. Raises PrecisionError when the
+    worker lacks a format that the policy uses.
+    """
+    for fmt in precision.formats:
+        if fmt not in spec.capacities:
+            raise PrecisionError(f"the worker has no {fmt.name.lower()} KV blocks, which the precision policy uses")
+    if len(precision.formats) == 1 or spec.num_slabs < 2 * len(precision.formats) + 2:
+        pool = BlockPool(NativeArena(spec.num_blocks, spec.blocks_per_slab))
+        return KVManager(pool, spec.block_size, enable_prefix_caching)
+    arena = SlabArena(spec.num_blocks // spec.blocks_per_slab, {fmt: spec.capacities[fmt] for fmt in precision.formats})
+    return MixedKVManager(
+        BlockPool(arena),
+        spec.block_size,
+        enable_prefix_caching,
+        arena=arena,
+        max_chunk_blocks=-(-max_num_batched_tokens // spec.block_size),
+    )
