@@ -227,6 +227,10 @@ class SlabArena:
         """Slabs that no format has."""
         return len(self._free)
 
+    def num_blank_of(self, fmt: Format) -> int:
+        """Return how many places are blank in slabs of that format, those being emptied left out."""
+        return self._shelves[fmt].num_blank
+
     def num_takeable(self, fmt: Format) -> int:
         """Return how many places of that format `take` would give, one after the other."""
         shelf = self._shelves[fmt]
@@ -282,6 +286,11 @@ class SlabArena:
         self._shelves[slab.fmt].remove(slab)
         self.emptying[slab.slab_idx] = slab
         return slab
+
+    def reopen(self, slab: Slab) -> None:
+        """Fill a slab again that was being emptied."""
+        del self.emptying[slab.slab_idx]
+        self._shelves[slab.fmt].put(slab)
 
     def claim(self, entries: Iterable[Entry]) -> list[Entry]:
         """Occupy the places of these entries. A slab that they give to several formats stays free; see Arena."""

@@ -48,11 +48,11 @@ class BlockPool:
     arena: Arena
     blocks: dict[BlockId, Block] = field(default_factory=dict)  # of every place that was ever occupied
     num_referenced: list[int] = field(default_factory=lambda: [0] * len(Format))  # blocks, by format
+    num_quarantined_of: list[int] = field(default_factory=lambda: [0] * len(Format))  # likewise
     evicted_hashes: list[BlockHash] = field(default_factory=list)  # whose last copy went; the owner takes and clears it
     num_evictions: int = 0
     _cached: OrderedDict[Block, None] = field(default_factory=OrderedDict)  # unreferenced, oldest first
     _quarantine: deque[tuple[StepId, Block]] = field(default_factory=deque)  # step ids never fall
-    _num_quarantined: int = 0
     _by_hash: dict[BlockHash, list[Block]] = field(default_factory=dict)
 
     @property
@@ -78,7 +78,7 @@ class BlockPool:
     @property
     def num_quarantined(self) -> int:
         """Unreferenced blocks that a step in flight still names."""
-        return self._num_quarantined
+        return sum(self.num_quarantined_of)
 
     def find(self, block_hash: BlockHash) -> Block | None:
         """Return a sealed block with this hash, or None. Nothing is referenced yet: call `touch`."""
@@ -101,7 +101,7 @@ class BlockPool:
             if block.ref_cnt == 0:
                 if block.quarantined_until is not None:
                     block.quarantined_until = None
-                    self._num_quarantined -= 1
+                    self.num_quarantined_of[block.fmt] -= 1
                 else:
                     del self._cached[block]
                 self.num_referenced[block.fmt] += 1
@@ -147,7 +147,7 @@ class BlockPool:
             until, block = self._quarantine.popleft()
             if block.quarantined_until == until:  # else it was touched since, and maybe released anew
                 block.quarantined_until = None
-                self._num_quarantined -= 1
+                self.num_quarantined_of[block.fmt] -= 1
                 self._make_available(block)
 
     def seal(self, block: Block, block_hash: BlockHash) -> bool:
@@ -225,7 +225,7 @@ class BlockPool:
 
     def _quarantine_until(self, step_id: StepId, block: Block) -> None:
         block.quarantined_until = step_id
-        self._num_quarantined += 1
+        self.num_quarantined_of[block.fmt] += 1
         self._quarantine.append((step_id, block))
 
     def _map(self, block: Block, block_hash: BlockHash) -> bool:
@@ -260,7 +260,6 @@ class BlockPool:
         assert all(block.block_id == block_id for block_id, block in self.blocks.items()), "a block at no place"
         assert all(block.entry == entry_of(block.block_id, block.fmt) for block in blocks), "an entry is off"
         quarantined = {block for block in blocks if block.quarantined_until is not None}
-        assert len(quarantined) == self._num_quarantined, "quarantine count"
         assert quarantined <= {block for _, block in self._quarantine}, "quarantine that never ends"
         states = [set(self._cached), quarantined, set(counts)]
         occupied = set().union(*states)
@@ -272,3 +271,4 @@ class BlockPool:
         assert len(hashed) == sum(map(len, self._by_hash.values())), "the map of hashes is off"
         for fmt in Format:
             assert self.num_referenced[fmt] == sum(block.fmt is fmt for block in counts), "referenced blocks"
+            assert self.num_quarantined_of[fmt] == sum(block.fmt is fmt for block in quarantined), "quarantined blocks"

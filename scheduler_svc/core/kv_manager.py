@@ -112,6 +112,11 @@ class KVManager:
         """Return for how many of the next `num_tokens` of a prompt there is room now; here they were reserved."""
         return num_tokens
 
+    @property
+    def is_row_starving(self) -> bool:
+        """Whether a row waits for room that only `relocate` makes; here none does."""
+        return False
+
     def is_room_coming(self, seq: Seq) -> bool:
         """Return whether `seq` gets room for its next token once the steps in flight have been applied."""
         num_new, shared = self._missing(seq, 1)

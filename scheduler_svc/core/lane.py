@@ -164,7 +164,7 @@ class Lane:
     def finish(self, draft: Draft) -> StepPlan:
         """Make the draft the next step: it is in flight from now on."""
         self.last_step_id = self.next_step_id
-        relocations = self.kv.relocations
+        relocations = list(self.kv.relocations)
         patches = self._relocated_entries()  # while it is known which rows the worker has
         new_rows: list[NewRow] = []
         resumed_rows: list[ResumedRow] = []
@@ -194,7 +194,8 @@ class Lane:
         epochs = [seq.seq_epoch for seq in draft.settled]
         self.in_flight.append(PlannedStep(self.last_step_id, draft.rows, draft.settled, epochs, relocations))
         self.kv.pool.release(draft.copied_blocks(), self.last_step_id)
-        self.finished_seq_ids, self.kv.new_seals, self.kv.relocations, self.restart = [], [], [], False
+        self.finished_seq_ids, self.kv.new_seals, self.restart = [], [], False
+        self.kv.relocations.clear()
         return plan
 
     def _relocated_entries(self) -> list[EntryPatch]:

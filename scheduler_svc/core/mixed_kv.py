@@ -22,10 +22,10 @@ from scheduler_svc.core.arena import NativeArena, SlabArena
 from scheduler_svc.core.block_pool import Block, BlockPool
 from scheduler_svc.core.kv_manager import Growth, KVManager, Relocation
 from scheduler_svc.core.precision import PrecisionError, PrecisionPolicy
+from scheduler_svc.core.pressure import PressureLadder
+from scheduler_svc.core.relocation import Relocator
 from scheduler_svc.core.sequence import Seq
-from scheduler_svc.core.types import Counters, Entry, Format, LaneSpec, Seal, StepId
-
-_NO_STEP = StepId(0)
+from scheduler_svc.core.types import Counters, Format, LaneSpec, StepId
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,12 +34,15 @@ class MixedKVManager(KVManager):
 
     arena: SlabArena  # that of the pool
     max_chunk_blocks: int  # native blocks that a step's tokens fill
+    relocator: Relocator = field(init=False)
+    ladder: PressureLadder = field(init=False)
     promised: list[int] = field(default_factory=lambda: [0] * len(Format))  # blocks reserved, by format
-    _step_id: StepId = _NO_STEP  # the step being planned
-    _holders: dict[Block, dict[Seq, None]] = field(default_factory=dict)  # of referenced blocks
     _due: dict[Seq, None] = field(default_factory=dict)  # sequences with a block that became full
     _unawaited: dict[Block, None] = field(default_factory=dict)  # shared blocks that a sequence gave up
-    _moving: dict[Block, StepId] = field(default_factory=dict)  # relocated by a step that has not been applied
+
+    def __post_init__(self) -> None:
+        self.relocator = Relocator(self.pool, self.relocations)
+        self.ladder = PressureLadder(self.arena, self.pool, self.relocator, self.block_size)
 
     @property
     def max_seq_tokens(self) -> int:
@@ -77,24 +80,30 @@ class MixedKVManager(KVManager):
         """Give `seq` its hits, and promise it blocks for the rest of its known tokens."""
         KVManager.admit(self, seq, hits)
         self._count_promise(seq, 1)
+        self.ladder.add(seq)
         for block_idx, block in enumerate(hits):
-            self._hold(block, block_idx, seq)
+            self.relocator.hold(block, block_idx, seq)
 
     def num_tokens_with_room(self, seq: Seq, num_tokens: int) -> int:
         """Return for how many of the next `num_tokens` of a prompt there are native places now."""
         num_missing = self.num_blocks_for(seq.num_computed_tokens + num_tokens) - len(seq.table)
-        num_short = max(0, num_missing - self._find_room(num_missing))
+        num_short = max(0, num_missing - self.ladder.find_room(num_missing))
         num_blocks = len(seq.table) + num_missing - num_short
         return min(num_tokens, num_blocks * self.block_size - seq.num_computed_tokens)
 
+    @property
+    def is_row_starving(self) -> bool:
+        """Whether a row found no room since blocks were put in other places last."""
+        return self.ladder.num_starved > 0
+
     def is_room_coming(self, seq: Seq) -> bool:
-        """Return whether waiting helps: places are in quarantine."""
-        return self.pool.num_quarantined > 0
+        """Return whether waiting helps."""
+        return self.ladder.is_room_coming()
 
     def grow(self, seq: Seq, num_tokens: int) -> Growth | None:
         """Make room for the next `num_tokens` of `seq`; see KVManager.grow."""
         _, shared = self._missing(seq, num_tokens)
-        if shared is not None and self._moving.get(shared) == self._step_id:
+        if shared is not None and self.relocator.is_relocated_now(shared):
             return None  # what this step moves it cannot copy too
         growth = KVManager.grow(self, seq, num_tokens)
         if growth is None:
@@ -102,9 +111,9 @@ class MixedKVManager(KVManager):
         if growth.copied:
             block_idx, shared, copy = growth.copied
             self._let_go(shared, seq)
-            self._hold(copy, block_idx, seq)
+            self.relocator.hold(copy, block_idx, seq)
         for block_idx in range(len(seq.table) - len(growth.new_entries), len(seq.table)):
-            self._hold(seq.table[block_idx], block_idx, seq)
+            self.relocator.hold(seq.table[block_idx], block_idx, seq)
         if seq.num_computed_tokens % self.block_size + num_tokens >= self.block_size:
             self._due[seq] = None
         return growth
@@ -112,47 +121,49 @@ class MixedKVManager(KVManager):
     def fork(self, parent: Seq, child: Seq) -> None:
         """Share the parent's blocks with `child`; see KVManager.fork."""
         KVManager.fork(self, parent, child)
+        self.ladder.add(child)
         for block_idx, block in enumerate(child.table):
-            self._hold(block, block_idx, child)
+            self.relocator.hold(block, block_idx, child)
 
     def release(self, seq: Seq, last_step_id: StepId | None) -> None:
         """Give back all that `seq` holds; see KVManager.release."""
         self._count_promise(seq, -1)
+        self.ladder.remove(seq)
         KVManager.release(self, seq, last_step_id)
         for block in seq.table:
             self._let_go(block, seq)
         self._due.pop(seq, None)
 
     def relocate(self, step_id: StepId, counters: Counters) -> None:
-        """Narrow the blocks that are old enough, by operations of the step `step_id`."""
-        self._step_id = step_id
+        """Narrow the blocks that are old enough, and make room where it is short, by operations of the step."""
+        self.relocator.step_id = step_id
+        num_before = len(self.relocations)
+        self._narrow_due()
+        counters.demoted_blocks += len(self.relocations) - num_before
+        self.ladder.relieve(min(sum(self.promised), 2 * self.max_chunk_blocks), counters)
+
+    def end_step(self, step_id: StepId, relocations: Sequence[Relocation]) -> None:
+        """Seal at the worker what a step put in other places, now that it has been applied."""
+        self.new_seals += self.relocator.end_step(step_id, relocations)
+
+    def forget(self, relocations: Sequence[Relocation]) -> None:
+        """Drop what relocated blocks hold: their steps failed. Nobody references them."""
+        self.relocator.forget(relocations)
+
+    def holders_of(self, block: Block) -> Iterable[Seq]:
+        """Return the sequences that have the block in their tables."""
+        return self.relocator.holders.get(block, ())
+
+    def _narrow_due(self) -> None:
+        """Narrow what age, or the end of a sequence that shared it, has made due since the last step was planned."""
         due, self._due = self._due, {}
         for seq in due:
             if not self._narrow_aged(seq):
                 self._due[seq] = None
         unawaited, self._unawaited = self._unawaited, {}
         for block in unawaited:
-            if block in self._holders and not self._narrow(block):
+            if block in self.relocator.holders and not self._narrow(block):
                 self._unawaited[block] = None
-        counters.demoted_blocks += len(self.relocations)
-
-    def end_step(self, step_id: StepId, relocations: Sequence[Relocation]) -> None:
-        """Seal at the worker what a step put in other places, now that it has been applied."""
-        for block, _, destination in relocations:
-            if self._moving.get(block) == step_id:
-                del self._moving[block]
-                if block.block_hash is not None:
-                    self.new_seals.append(Seal(destination, block.block_hash))
-
-    def forget(self, relocations: Sequence[Relocation]) -> None:
-        """Drop what relocated blocks hold: their steps failed. Nobody references them."""
-        for block, *_ in relocations:
-            self._moving.pop(block, None)
-            self.pool.forget(block)
-
-    def holders_of(self, block: Block) -> Iterable[Seq]:
-        """Return the sequences that have the block in their tables."""
-        return self._holders.get(block, ())
 
     def _narrow_aged(self, seq: Seq) -> bool:
         """Narrow the blocks of `seq` that crossed a border of its policy. False: there was no place for one."""
@@ -172,33 +183,17 @@ class MixedKVManager(KVManager):
         if fmt <= block.fmt:
             block.is_awaited = True
             return True
-        return self._relocate(block, fmt)
+        return self.relocator.relocate(block, fmt)
 
     def _allowed_format(self, block: Block) -> Format:
         """Return the widest of the formats in which the sequences that hold the block want it."""
         allowed = max(self.arena.capacities)
-        for seq in self._holders[block]:
+        for seq in self.relocator.holders[block]:
             wanted = seq.precision.format_of(block.block_idx, seq.num_computed_tokens // self.block_size)
             allowed = min(allowed, wanted)
             if allowed <= block.fmt:
                 break
         return allowed
-
-    def _relocate(self, block: Block, fmt: Format) -> bool:
-        """Have the step put the block in another place, once only. Return whether there is one."""
-        if self._moving.get(block) == self._step_id:
-            return True
-        copy = block if fmt is block.fmt else self.pool.best_copy(block)
-        if self._moving.get(copy) == self._step_id:
-            copy = block  # the copy's place is being written
-        source: Entry = copy.entry
-        if not self.pool.relocate(block, fmt, self._step_id):
-            return False
-        if copy is not block:
-            self.pool.hold(copy, self._step_id)
-        self._moving[block] = self._step_id
-        self.relocations.append(Relocation(block, source, block.entry))
-        return True
 
     def _hit(self, seq: Seq, block_idx: int, block_hash: BlockHash) -> Block | None:
         """Return the best copy of a block, if `seq` allows its format at the age that the block will have.
@@ -213,13 +208,7 @@ class MixedKVManager(KVManager):
         return self.pool.find_no_narrower(block_hash, narrowest)
 
     def _has_room(self, seq: Seq, num_missing: int) -> bool:
-        return self._find_room(num_missing) >= num_missing
-
-    def _find_room(self, num_blocks: int) -> int:
-        """Evict cached blocks until `num_blocks` native places can be taken, or none is left; return how many can."""
-        while (num_takeable := self.arena.num_takeable(Format.NATIVE)) < num_blocks and self.pool.num_cached:
-            self.pool.evict_oldest()
-        return num_takeable
+        return self.ladder.find_room(num_missing) >= num_missing
 
     def _take_block(self, seq: Seq) -> Block:
         if seq.num_reserved_blocks:
@@ -241,40 +230,28 @@ class MixedKVManager(KVManager):
             self.promised[fmt] += sign * num_blocks
 
     def _seal_at_worker(self, block: Block, block_hash: BlockHash) -> None:
-        if block not in self._moving:  # else `end_step` does it, when the block's new place has been written
+        if not self.relocator.is_on_its_way(
+            block
+        ):  # else `end_step` does it, when the block's new place has been written
             KVManager._seal_at_worker(self, block, block_hash)
 
-    def _hold(self, block: Block, block_idx: int, seq: Seq) -> None:
-        holders = self._holders.get(block)
-        if holders is None:
-            holders = self._holders[block] = {}
-            block.block_idx, block.is_awaited = block_idx, False
-        holders[seq] = None
-
     def _let_go(self, block: Block, seq: Seq) -> None:
-        holders = self._holders[block]
-        del holders[seq]
-        if not holders:
-            del self._holders[block]
-        elif block.is_awaited:
+        if self.relocator.let_go(block, seq) and block.is_awaited:
             self._unawaited[block] = None
 
     def check_integrity(self, seqs: Sequence[Seq]) -> None:
         """Raise AssertionError unless pool, tables, promises and formats agree. `seqs`: all rows of the lane."""
         KVManager.check_integrity(self, seqs)
-        holders: dict[Block, dict[Seq, None]] = {}
+        self.relocator.check_integrity(seqs)
         promised = [0] * len(Format)
         for seq in seqs:
             num_full = seq.num_computed_tokens // self.block_size
             for block_idx, block in enumerate(seq.table):
-                holders.setdefault(block, {})[seq] = None
-                assert block.block_idx == block_idx, "a block at another position"
                 assert block.fmt is Format.NATIVE or 0 < block_idx < num_full, "a block that is written is not native"
                 assert block.fmt <= seq.precision.floor, "a block below the floor"
             end_block_idx = self.num_blocks_for(len(seq.token_ids))
             counts = self._promise(seq, end_block_idx - seq.num_reserved_blocks, end_block_idx)
             promised = [have + more for have, more in zip(promised, counts, strict=True)]
-        assert holders == self._holders, "holders"
         assert promised == self.promised, "promises"
         assert self._due.keys() <= set(seqs), "a sequence that is gone has blocks to narrow"
 

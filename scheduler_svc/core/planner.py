@@ -39,7 +39,16 @@ class StepPlanner:
 
     def plan(self) -> None:
         """Fill `draft`."""
-        self._lane.kv.relocate(self._lane.next_step_id, self._state.counters)
+        lane, counters = self._lane, self._state.counters
+        lane.kv.relocate(lane.next_step_id, counters)
+        self._plan_rows()
+        # With no step in flight no result will have the lane planned again: what rows wait for must begin in this one.
+        while self.draft.is_empty and lane.kv.is_row_starving and not lane.in_flight and not lane.kv.relocations:
+            lane.kv.relocate(lane.next_step_id, counters)
+            if not lane.kv.relocations:
+                self._plan_rows()
+
+    def _plan_rows(self) -> None:
         if self._state.config.policy is SchedulingPolicy.CONTINUOUS:
             self._plan_decodes()
             self._plan_prefills()

@@ -320,6 +320,8 @@ class Counters:
     steps: int = 0
     evicted_blocks: int = 0
     demoted_blocks: int = 0  # put in a narrower format because of their age
+    pressed_blocks: int = 0  # narrowed beyond their age because room was short
+    moved_blocks: int = 0  # put elsewhere to empty a slab
     worker_losses: int = 0
 
 
