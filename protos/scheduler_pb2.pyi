@@ -98,6 +98,7 @@ class Submit(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     SKIP_CACHE_READ_FIELD_NUMBER: _builtins.int
     IS_RESUBMIT_FIELD_NUMBER: _builtins.int
+    KV_PRECISION_FLOOR_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     n: _builtins.int
     """sequences, at least 1; index 0 .. n - 1"""
@@ -114,6 +115,8 @@ class Submit(_message.Message):
     """It was submitted in an earlier session: where it is not known any more it goes past the queue's bound, and before
     all that is new.
     """
+    kv_precision_floor: _builtins.int
+    """format code: its blocks are kept in nothing narrower; absent: no wish"""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """the prompt"""
@@ -138,13 +141,19 @@ class Submit(_message.Message):
         cache_salt: _builtins.str = ...,
         skip_cache_read: _builtins.bool = ...,
         is_resubmit: _builtins.bool = ...,
+        kv_precision_floor: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_remaining_deadline_ms", b"_remaining_deadline_ms", "remaining_deadline_ms", b"remaining_deadline_ms", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_kv_precision_floor", b"_kv_precision_floor", "_remaining_deadline_ms", b"_remaining_deadline_ms", "kv_precision_floor", b"kv_precision_floor", "remaining_deadline_ms", b"remaining_deadline_ms", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_remaining_deadline_ms", b"_remaining_deadline_ms", "cache_salt", b"cache_salt", "delivered", b"delivered", "is_resubmit", b"is_resubmit", "n", b"n", "priority", b"priority", "remaining_deadline_ms", b"remaining_deadline_ms", "request_id", b"request_id", "sampling", b"sampling", "skip_cache_read", b"skip_cache_read", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_kv_precision_floor", b"_kv_precision_floor", "_remaining_deadline_ms", b"_remaining_deadline_ms", "cache_salt", b"cache_salt", "delivered", b"delivered", "is_resubmit", b"is_resubmit", "kv_precision_floor", b"kv_precision_floor", "n", b"n", "priority", b"priority", "remaining_deadline_ms", b"remaining_deadline_ms", "request_id", b"request_id", "sampling", b"sampling", "skip_cache_read", b"skip_cache_read", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__kv_precision_floor: _TypeAlias = _typing.Literal["kv_precision_floor"]  # noqa: Y015
+    _WhichOneofArgType__kv_precision_floor: _TypeAlias = _typing.Literal["_kv_precision_floor", b"_kv_precision_floor"]  # noqa: Y015
     _WhichOneofReturnType__remaining_deadline_ms: _TypeAlias = _typing.Literal["remaining_deadline_ms"]  # noqa: Y015
     _WhichOneofArgType__remaining_deadline_ms: _TypeAlias = _typing.Literal["_remaining_deadline_ms", b"_remaining_deadline_ms"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__kv_precision_floor) -> _WhichOneofReturnType__kv_precision_floor | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__remaining_deadline_ms) -> _WhichOneofReturnType__remaining_deadline_ms | None: ...
 
 Global___Submit: _TypeAlias = Submit  # noqa: Y015

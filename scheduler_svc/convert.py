@@ -51,7 +51,10 @@ def tenant_salt(cluster_secret: str, tenant: str) -> bytes:
 def request_from_wire(
     submit: scheduler_pb2.Submit, model: common_pb2.ModelInfo, cluster_secret: str, now_ms: int
 ) -> types.Request:
-    """Return the core's request; its deadline is on the clock of `now_ms`."""
+    """Return the core's request; its deadline is on the clock of `now_ms`.
+
+    Raises SchedulerError when it names a KV format that this version does not know.
+    """
     sampling = submit.sampling
     eos_token_ids = () if sampling.ignore_eos else model.eos_token_ids
     salt = tenant_salt(cluster_secret, submit.tenant)
@@ -71,6 +74,7 @@ def request_from_wire(
         priority=submit.priority,
         deadline_ms=now_ms + submit.remaining_deadline_ms if has_deadline else None,
         skip_cache_read=submit.skip_cache_read,
+        kv_precision_floor=_precision_floor(submit),
         is_resubmit=submit.is_resubmit,
         delivered={
             delivered.index: types.Delivered(
@@ -80,6 +84,19 @@ def request_from_wire(
             for delivered in submit.delivered
         },
     )
+
+
+def _precision_floor(submit: scheduler_pb2.Submit) -> types.Format | None:
+    if not submit.HasField("kv_precision_floor"):
+        return None
+    try:
+        return types.Format(submit.kv_precision_floor)
+    except ValueError:
+        raise types.SchedulerError(
+            types.ErrorCode.INVALID_ARGUMENT,
+            f"there is no KV format with the code {submit.kv_precision_floor}",
+            "kv_precision_floor",
+        ) from None
 
 
 # ---- core to gateway

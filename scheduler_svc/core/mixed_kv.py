@@ -259,6 +259,13 @@ class MixedKVManager(KVManager):
         """Nothing is promised block by block."""
 
 
+def check_formats(spec: LaneSpec, precision: PrecisionPolicy) -> None:
+    """Raise PrecisionError when a worker lacks a format that the policy uses."""
+    for fmt in precision.formats:
+        if fmt not in spec.capacities:
+            raise PrecisionError(f"the worker has no {fmt.name.lower()} KV blocks, which the precision policy uses")
+
+
 def make_kv_manager(
     spec: LaneSpec, precision: PrecisionPolicy, max_num_batched_tokens: int, enable_prefix_caching: bool
 ) -> KVManager:
@@ -267,9 +274,7 @@ def make_kv_manager(
     A pool of so few slabs that those kept free would be a large part of it stays native. Raises PrecisionError when the
     worker lacks a format that the policy uses.
     """
-    for fmt in precision.formats:
-        if fmt not in spec.capacities:
-            raise PrecisionError(f"the worker has no {fmt.name.lower()} KV blocks, which the precision policy uses")
+    check_formats(spec, precision)
     if len(precision.formats) == 1 or spec.num_slabs < 2 * len(precision.formats) + 2:
         pool = BlockPool(NativeArena(spec.num_blocks, spec.blocks_per_slab))
         return KVManager(pool, spec.block_size, enable_prefix_caching)

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from protos.block_hash import BlockHash
 from scheduler_svc.core import ends, losses, results, submission
 from scheduler_svc.core.lane import Lane
-from scheduler_svc.core.mixed_kv import make_kv_manager
+from scheduler_svc.core.mixed_kv import check_formats, make_kv_manager
 from scheduler_svc.core.planner import StepPlanner
 from scheduler_svc.core.publication import withdraw_evicted
 from scheduler_svc.core.state import SchedulerConfig, State
@@ -43,10 +43,14 @@ class Scheduler:
 
     # ---- lanes
 
+    def check_formats(self, spec: LaneSpec) -> None:
+        """Raise PrecisionError when a worker lacks a format that the precision policy uses: it can have no lane."""
+        check_formats(spec, self._state.config.precision)
+
     def add_lane(self, lane_id: LaneId, spec: LaneSpec) -> list[TokenRun]:
         """Add a worker. Returns the ends of queued requests that it shows can never be served.
 
-        Raises PrecisionError when it lacks a format that the precision policy uses.
+        Raises PrecisionError; see `check_formats`.
         """
         state, config = self._state, self._state.config
         assert lane_id not in state.lanes

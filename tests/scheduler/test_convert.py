@@ -14,6 +14,7 @@ from scheduler_svc.core.types import (
     Format,
     NewRow,
     ResumedRow,
+    SchedulerError,
     Seal,
     SeqId,
     StepId,
@@ -62,6 +63,15 @@ def test_deadline_is_on_the_schedulers_clock() -> None:
     assert convert.request_from_wire(make_submit(), make_model(), "", now_ms=7).deadline_ms is None
     submit = make_submit(remaining_deadline_ms=0)
     assert convert.request_from_wire(submit, make_model(), "", now_ms=7).deadline_ms == 7
+
+
+def test_a_requests_precision_floor_is_a_format_that_is_known() -> None:
+    assert convert.request_from_wire(make_submit(), make_model(), "", now_ms=0).kv_precision_floor is None
+    native = make_submit(kv_precision_floor=0)
+    assert convert.request_from_wire(native, make_model(), "", now_ms=0).kv_precision_floor is Format.NATIVE
+    with pytest.raises(SchedulerError, match="code 7") as caught:
+        convert.request_from_wire(make_submit(kv_precision_floor=7), make_model(), "", now_ms=0)
+    assert caught.value.param == "kv_precision_floor"
 
 
 def test_delivered_is_by_index() -> None:
