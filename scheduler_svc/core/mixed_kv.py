@@ -230,9 +230,8 @@ class MixedKVManager(KVManager):
             self.promised[fmt] += sign * num_blocks
 
     def _seal_at_worker(self, block: Block, block_hash: BlockHash) -> None:
-        if not self.relocator.is_on_its_way(
-            block
-        ):  # else `end_step` does it, when the block's new place has been written
+        # Of a block on its way `end_step` does it, once the block's new place has been written.
+        if not self.relocator.is_on_its_way(block):
             KVManager._seal_at_worker(self, block, block_hash)
 
     def _let_go(self, block: Block, seq: Seq) -> None:
