@@ -1,7 +1,8 @@
 """What a step costs the scheduler's core: microseconds of plan and apply, at 8, 64 and 256 decoding rows.
 
-A FakeWorker answers every step at once; its own time is not counted. Two cases: rows that decode on and on, and rows
-that come and go (128 output tokens each, and a new prompt of 128 tokens for each that ends).
+A FakeWorker answers every step at once; its own time is not counted. Three cases: rows that decode on and on, the same
+with blocks that are narrowed as they age, and rows that come and go (128 output tokens each, and a new prompt of 128
+tokens for each that ends).
 """
 
 import time
@@ -12,10 +13,12 @@ from bench.compare import CompareSettings, run_comparison
 from bench.report import Finding, at_most, say, spread
 from protos.block_hash import root_hash
 from scheduler_svc.collector import collect_rarely
+from scheduler_svc.core.precision import NATIVE_ONLY, PrecisionPolicy, parse_policy
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.state import SchedulerConfig
 from scheduler_svc.core.types import (
     EndingRules,
+    Format,
     LaneId,
     LaneSpec,
     Request,
@@ -77,11 +80,13 @@ class FakeWorker:
 class Bench:
     """A scheduler with one lane and a number of rows."""
 
-    def __init__(self, num_rows: int, output_tokens: int) -> None:
+    def __init__(self, num_rows: int, output_tokens: int, precision: PrecisionPolicy = NATIVE_ONLY) -> None:
         self._output_tokens = output_tokens
         self._num_submitted = 0
         self._worker = FakeWorker()
-        self._scheduler = Scheduler(SchedulerConfig(max_num_seqs=num_rows, max_queued_seqs=num_rows), MemoryIndex())
+        self._scheduler = Scheduler(
+            SchedulerConfig(max_num_seqs=num_rows, max_queued_seqs=num_rows, precision=precision), MemoryIndex()
+        )
         longest = PROMPT_TOKENS + min(output_tokens, 3 * STEPS)
         spec = LaneSpec(
             num_blocks=num_rows * (longest // 16 + 2) // 16 * 16 + 16,
@@ -90,6 +95,7 @@ class Bench:
             max_num_seqs=num_rows,
             max_num_batched_tokens=max(512, 2 * num_rows),
             max_model_len=2 * ENDLESS_TOKENS,
+            quantized_blocks_per_slab={Format.INT8: 31, Format.INT4: 49},
         )
         self._scheduler.add_lane(LANE, spec)
         for _ in range(num_rows):
@@ -135,11 +141,18 @@ async def measure(settings: CompareSettings, repeats: int) -> list[Finding]:
     for num_rows in ROWS:
         steady: list[float] = []
         churn: list[float] = []
+        narrowed: list[float] = []
+        cases = (
+            (steady, ENDLESS_TOKENS, NATIVE_ONLY),
+            (churn, CHURN_OUTPUT_TOKENS, NATIVE_ONLY),
+            (narrowed, ENDLESS_TOKENS, parse_policy("native:1,int8:4,int4")),
+        )
         for _ in range(repeats):
-            for times_us, output_tokens in ((steady, ENDLESS_TOKENS), (churn, CHURN_OUTPUT_TOKENS)):
-                bench = Bench(num_rows, output_tokens)
+            for times_us, output_tokens, precision in cases:
+                bench = Bench(num_rows, output_tokens, precision)
                 times_us.append(mean(bench.step_us() for _ in range(STEPS)))
         say(f"{num_rows} rows that come and go: {spread(churn)} us a step")
+        say(f"{num_rows} decoding rows, each block narrowed twice: {spread(narrowed)} us a step")
         findings.append(at_most(f"scheduler core, {num_rows} decoding rows", steady, 50 + 5 * num_rows, "us a step"))
     return findings
 

@@ -164,8 +164,8 @@ class Lane:
     def finish(self, draft: Draft) -> StepPlan:
         """Make the draft the next step: it is in flight from now on."""
         self.last_step_id = self.next_step_id
-        relocations = list(self.kv.relocations)
-        patches = self._relocated_entries()  # while it is known which rows the worker has
+        relocations = self.kv.relocations.copy()
+        patches = self._relocated_entries() if relocations else []  # while it is known which rows the worker has
         new_rows: list[NewRow] = []
         resumed_rows: list[ResumedRow] = []
         continued_rows: list[ContinuedRow] = []
