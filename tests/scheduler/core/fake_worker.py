@@ -5,6 +5,7 @@ prefix that ends there. So a wrong block, a missed copy, an early reuse or a sta
 keep the fingerprint, but a slab that is written in another format than before loses what it held.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from scheduler_svc.core.types import (
@@ -71,6 +72,12 @@ class FakeWorker:
     def take_arena(self, other: "FakeWorker") -> None:
         """Hold what another worker holds."""
         self.slots, self.slab_formats = dict(other.slots), dict(other.slab_formats)
+
+    def fill(self, entries: Iterable[Entry]) -> None:
+        """Hold something in these blocks."""
+        for entry in entries:
+            for offset in range(self.block_size):
+                self._write(entry, offset, entry)
 
     def run(self, plan: StepPlan, *, fails: bool = False) -> StepResult:
         """Run a step as a real worker does; `fails`: as one whose forward breaks half way."""

@@ -3,14 +3,14 @@
 import pytest
 
 from protos.block_hash import BlockHash
-from scheduler_svc.core.arena import SlabArena
+from scheduler_svc.core.arena import SlabArena, entry_of
 from scheduler_svc.core.block_pool import Block, BlockPool
 from scheduler_svc.core.kv_manager import Relocation
 from scheduler_svc.core.lane import Lane
 from scheduler_svc.core.mixed_kv import make_kv_manager
 from scheduler_svc.core.precision import parse_policy
 from scheduler_svc.core.relocation import Relocator
-from scheduler_svc.core.types import Format, LaneId, Seal, StepId
+from scheduler_svc.core.types import BlockId, Format, LaneId, Seal, StepId
 from tests.scheduler.core.helpers import make_cell, make_mixed_spec, make_request, plan
 
 NATIVE, INT8, INT4 = Format.NATIVE, Format.INT8, Format.INT4
@@ -84,7 +84,9 @@ def test_what_a_skipped_step_was_to_narrow_is_no_hit() -> None:
     cell = make_cell(make_mixed_spec(), precision=parse_policy("native:1,int8"))
     cell.submit(make_request("a", range(12), max_tokens=20))
     steps = cell.in_flight[LaneId("w0")]
-    plan(cell)
+    while len(cell.output("a")) < 3:
+        plan(cell)
+        cell.apply()
     while len(steps) < 2 or steps[0].ops.requantize or not steps[1].ops.requantize:
         if cell.plan() is None:
             cell.apply()
@@ -93,10 +95,24 @@ def test_what_a_skipped_step_was_to_narrow_is_no_hit() -> None:
     cell.check_texts()
 
 
+def test_a_prompt_that_needs_a_slab_emptied_gets_it_though_no_step_is_in_flight() -> None:
+    """A lane is planned again when a result comes: a plan that gives nothing while a row waits would be the last."""
+    cell = make_cell(make_mixed_spec(8), precision=parse_policy("native:1,int8"))
+    # Full native slabs, a block in each of four int8 ones, and the last slab, which native blocks leave to int8.
+    native = [entry_of(BlockId(256 * slab + place), NATIVE) for slab in range(3) for place in range(2)]
+    int8 = [entry_of(BlockId(256 * slab), INT8) for slab in range(3, 7)]
+    seals = [Seal(entry, BlockHash(bytes([idx]) * 32)) for idx, entry in enumerate([*int8, *native])]
+    cell.workers[LaneId("w0")].fill(seal.entry for seal in seals)
+    cell.scheduler.restore(LaneId("w0"), seals)
+    cell.submit(make_request("a", range(10), max_tokens=4))
+    assert len(plan(cell).ops.copy) == 2
+    cell.run_to_end()
+    cell.check_texts()
+
+
 @pytest.mark.parametrize("policy", ["native", "native:1,int8", "native:2,int8:2,int4"])
 @pytest.mark.parametrize("num_slabs", [8, 10, 13])
-def test_rows_that_wait_for_room_get_it_though_no_step_is_in_flight(policy: str, num_slabs: int) -> None:
-    """A lane is planned again when a result comes: a plan that gives nothing while rows wait would be the last."""
+def test_a_lane_with_rows_always_has_a_step_to_plan_when_none_is_in_flight(policy: str, num_slabs: int) -> None:
     cell = make_cell(make_mixed_spec(num_slabs, budget=40), precision=parse_policy(policy, "int4"))
     for number in range(3):
         cell.submit(make_request(f"r{number}", range(100 * number, 100 * number + 30), max_tokens=25, n=2))
