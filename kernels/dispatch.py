@@ -89,6 +89,33 @@ class Backend(Protocol):
             UnsupportedShapeError: the backend has no kernel for the layout, the head counts, a dtype or strides.
         """
 
+    def requantize_blocks(self, arena: Tensor, src_entries: Tensor, dst_entries: Tensor, layout: KVLayout) -> None:
+        """Write full blocks of all layers anew in narrower formats: int32 [n] entries to int32 [n] entries.
+
+        A source may have any format, its destination any of a higher code. Keys (or values) whose codec is the same
+        in both formats are copied. Otherwise the source's become float32 numbers x; each group (the x of one head and
+        token, or of one head and channel over the block) becomes codes with a scale and, but for fp8, a minimum:
+
+            x        = 0 where NaN, else clamped to +-65504, float16's largest
+            minimum  = the largest float16 <= min(x)
+            scale    = the smallest float16 >= (max(x) - minimum) / levels       levels: 255 (int8), 15 (int4)
+            code     = round((x - minimum) / scale), 0 where scale is 0          ties to even
+
+            scale    = the smallest float16 >= max(|x|) / 448                    fp8
+            code     = float8_e4m3fn(x / scale), 0 where scale is 0              ties to even
+
+        in float32, each operation rounded once. So a constant group comes back as it was, to the last bit where
+        float16 has its number, and any finite x within 65504 within half a scale of int8 or int4, however far from
+        zero the group lies. Tiny groups do not vanish: scales begin at 2^-24. NaN, infinite and huge numbers cost their
+        own group its precision, and no other: what attention reads of a block that is not native is always finite.
+
+        No destination is named twice or is a source. Nothing is written when an error is raised.
+
+        Raises:
+            UnsupportedFormatError: an entry's format has no kernel, or a destination's code is not above its source's.
+            OutOfArenaError: an entry names a place outside the arena.
+        """
+
     def copy_blocks(self, arena: Tensor, src_entries: Tensor, dst_entries: Tensor, layout: KVLayout) -> None:
         """Copy blocks of all layers: int32 [n] entries to int32 [n] entries of the same formats.
 

@@ -34,7 +34,10 @@ _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 class Format(IntEnum):
-    """How a block's bytes encode keys and values; the code is part of every block-table entry (0 to 7)."""
+    """How a block's bytes encode keys and values; the code is part of every block-table entry (0 to 7).
+
+    Blocks are requantized to formats of a higher code only.
+    """
 
     NATIVE = 0  # the KV dtype itself: bfloat16, float16 or float32
     INT8 = 1

@@ -1,14 +1,30 @@
 """The oracle: every operation in plain torch, written to be read and believed, not to be fast.
 
-Blocks are token-major: K [num_kv_heads, block_size, head_size], then V of the same shape. Arithmetic is in float32.
+Planes are token-major: [num_kv_heads, block_size, head_size]. Arithmetic is in float32.
 """
+
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from kernels.dispatch import AttentionBatch, AttentionParams
 from kernels.errors import OutOfArenaError, UnsupportedFormatError, UnsupportedShapeError
-from kernels.formats import PLACES_PER_SLAB, Format, KVLayout, block_of, entry, format_of
+from kernels.formats import (
+    PLACES_PER_SLAB,
+    RECIPES,
+    Codec,
+    Encoding,
+    Format,
+    Group,
+    KVLayout,
+    block_of,
+    entry,
+    format_of,
+)
+from kernels.quantize import Quantized, dequantize, pack_halves, quantize, unpack_halves
+
+_DTYPES = {Encoding.UINT8: torch.uint8, Encoding.FLOAT8: torch.float8_e4m3fn, Encoding.UINT4: torch.uint8}
 
 
 class ReferenceBackend:
@@ -20,9 +36,9 @@ class ReferenceBackend:
             if slot < 0:
                 raise OutOfArenaError(f"slot {slot} lies outside the arena of {layer_arena.numel()} bytes")
             block_id, offset = divmod(slot, layout.block_size)
-            block = _native_block(layer_arena, entry(block_id, Format.NATIVE), layout)
-            block[0, :, offset] = key[token].to(block.dtype)
-            block[1, :, offset] = value[token].to(block.dtype)
+            planes = _Block(layer_arena, entry(block_id, Format.NATIVE), layout)
+            planes.elements("key")[:, offset] = key[token]
+            planes.elements("value")[:, offset] = value[token]
 
     def paged_attention(
         self,
@@ -43,21 +59,44 @@ class ReferenceBackend:
             tokens = slice(begins[row], begins[row + 1])
             if tokens.start < tokens.stop:
                 num_blocks = -(-context_len // layout.block_size)
-                blocks = [_native_block(layer_arena, e, layout) for e in batch.block_table[row, :num_blocks].tolist()]
-                key, value = torch.cat(blocks, dim=2)[:, :, :context_len].float()
+                entries = batch.block_table[row, :num_blocks].tolist()
+                blocks = [_Block(layer_arena, e, layout) for e in entries]
+                key = torch.cat([block.read("key") for block in blocks], dim=1)[:, :context_len]
+                value = torch.cat([block.read("value") for block in blocks], dim=1)[:, :context_len]
                 out[tokens] = attend(query[tokens].float(), key, value, params).to(out.dtype)
 
     def copy_blocks(self, arena: Tensor, src_entries: Tensor, dst_entries: Tensor, layout: KVLayout) -> None:
         """See kernels.dispatch.Backend."""
-        sources = [_block_bytes(layer, e, layout) for e in src_entries.tolist() for layer in arena]
-        targets = [_block_bytes(layer, e, layout) for e in dst_entries.tolist() for layer in arena]
-        for source, target in zip(sources, targets, strict=True):
-            target.copy_(source)
+        pairs = list(zip(src_entries.tolist(), dst_entries.tolist(), strict=True))
+        for source, target in pairs:
+            if format_of(source) is not format_of(target):
+                raise UnsupportedFormatError(
+                    f"block-table entry {target} has format {format_of(target).name}, its source"
+                    f" {format_of(source).name}"
+                )
+        for source_block, target_block in _block_pairs(arena, pairs, layout):
+            target_block.data.copy_(source_block.data)
+
+    def requantize_blocks(self, arena: Tensor, src_entries: Tensor, dst_entries: Tensor, layout: KVLayout) -> None:
+        """See kernels.dispatch.Backend."""
+        pairs = list(zip(src_entries.tolist(), dst_entries.tolist(), strict=True))
+        for source, target in pairs:
+            if format_of(target) <= format_of(source):
+                raise UnsupportedFormatError(
+                    f"block-table entry {target} has format {format_of(target).name}, which is not narrower than"
+                    f" {format_of(source).name}, its source's"
+                )
+        for source_block, target_block in _block_pairs(arena, pairs, layout):
+            for side in ("key", "value"):
+                if source_block.codec(side) == target_block.codec(side):
+                    target_block.copy(side, source_block)
+                else:
+                    target_block.write(side, quantize(source_block.read(side), target_block.codec(side)))
 
     def zero_blocks(self, arena: Tensor, entries: Tensor, layout: KVLayout) -> None:
         """See kernels.dispatch.Backend."""
-        for block in [_block_bytes(layer, e, layout) for e in entries.tolist() for layer in arena]:
-            block.zero_()
+        for block in [_Block(layer, e, layout) for e in entries.tolist() for layer in arena]:
+            block.data.zero_()
 
     def warm_up(self, layout: KVLayout, num_query_heads: int, params: AttentionParams) -> None:
         """Do nothing: there is nothing to compile."""
@@ -86,19 +125,66 @@ def attend(query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -
     return torch.einsum("hqk,hkd->qhd", probabilities, value.repeat_interleave(group, 0))
 
 
-def _block_bytes(layer_arena: Tensor, entry: int, layout: KVLayout) -> Tensor:
-    """Return a view of the bytes of an entry's block; raises when it is not native or not in the arena."""
-    fmt = format_of(entry)
-    if fmt is not Format.NATIVE:
-        raise UnsupportedFormatError(f"block-table entry {entry} has format code {fmt}; only native (0) is known here")
-    begin, size = layout.byte_offset(entry), layout.block_bytes(fmt)
-    outside = block_of(entry) % PLACES_PER_SLAB >= layout.blocks_per_slab(fmt)
-    if entry < 0 or outside or begin + size > layer_arena.numel():
-        raise OutOfArenaError(f"block-table entry {entry} names a place outside the arena")
-    return layer_arena.view(-1)[begin : begin + size]
+class _Block:
+    """One block of one layer, as views into the arena."""
+
+    def __init__(self, layer_arena: Tensor, entry: int, layout: KVLayout) -> None:
+        """Raise UnsupportedFormatError or OutOfArenaError where the entry names no block."""
+        self.layout, self.format = layout, format_of(entry)
+        begin, size = layout.byte_offset(entry), layout.block_bytes(self.format)
+        outside = block_of(entry) % PLACES_PER_SLAB >= layout.blocks_per_slab(self.format)
+        if entry < 0 or outside or begin + size > layer_arena.numel():
+            raise OutOfArenaError(f"block-table entry {entry} names a place outside the arena")
+        self.data = layer_arena.view(-1)[begin : begin + size]
+
+    def codec(self, side: str) -> Codec:
+        """Return how the keys ("key") or the values ("value") are encoded."""
+        recipe = RECIPES[self.format]
+        return recipe.key if side == "key" else recipe.value
+
+    def plane(self, name: str) -> Tensor:
+        """Return a plane's bytes."""
+        plane = self.layout.planes(self.format)[name]
+        return self.data[plane.offset : plane.offset + plane.num_bytes]
+
+    def elements(self, side: str) -> Tensor:
+        """Return native elements or codes, [num_kv_heads, block_size, head_size (the half of it for int4)]."""
+        dtype = _DTYPES.get(self.codec(side).encoding) or getattr(torch, self.layout.native_dtype)
+        return self.plane(side).view(dtype).view(self.layout.num_kv_heads, self.layout.block_size, -1)
+
+    def scales(self, name: str, codec: Codec) -> Tensor:
+        """Return a plane of scales or minimums, with size 1 in the dimension that shares them."""
+        shape = (-1, 1) if codec.group is Group.TOKEN else (1, -1)
+        return self.plane(name).view(torch.float16).view(self.layout.num_kv_heads, *shape)
+
+    def read(self, side: str) -> Tensor:
+        """Return the keys or the values as float32 [num_kv_heads, block_size, head_size]."""
+        codec, codes = self.codec(side), self.elements(side)
+        if codec.group is None:
+            return codes.float()
+        if codec.encoding is Encoding.UINT4:
+            codes = unpack_halves(codes, self.layout.head_size)
+        minimum = self.scales(f"{side}_minimum", codec) if codec.has_minimum else None
+        return dequantize(Quantized(codes, self.scales(f"{side}_scale", codec), minimum))
+
+    def write(self, side: str, quantized: Quantized) -> None:
+        """Write the keys or the values."""
+        codec, codes = self.codec(side), quantized.codes
+        self.elements(side).copy_(pack_halves(codes) if codec.encoding is Encoding.UINT4 else codes)
+        self.scales(f"{side}_scale", codec).copy_(quantized.scale)
+        if quantized.minimum is not None:
+            self.scales(f"{side}_minimum", codec).copy_(quantized.minimum)
+
+    def copy(self, side: str, other: "_Block") -> None:
+        """Take over the keys or the values of a block in which they are encoded alike."""
+        for name in self.layout.planes(self.format):
+            if name.startswith(side):
+                self.plane(name).copy_(other.plane(name))
 
 
-def _native_block(layer_arena: Tensor, entry: int, layout: KVLayout) -> Tensor:
-    """Return a native block as a view [2 (K, V), num_kv_heads, block_size, head_size]."""
-    shape = (2, layout.num_kv_heads, layout.block_size, layout.head_size)
-    return _block_bytes(layer_arena, entry, layout).view(getattr(torch, layout.native_dtype)).view(shape)
+def _block_pairs(arena: Tensor, pairs: list[tuple[int, int]], layout: KVLayout) -> list[tuple[_Block, _Block]]:
+    """Return the blocks of pairs of entries in every layer; raises before anything is written."""
+    return [
+        (_Block(layer, source, layout), _Block(layer, target, layout))
+        for (source, target), layer in product(pairs, arena)
+    ]

@@ -114,6 +114,10 @@ class CpuBackend:
         units, parts, plan = self._units, self._parts, cast(Callable[..., tuple[int, int]], plan_launch)
         return plan(*call, units.address, units.num_bytes // UNIT_BYTES, parts.address, parts.num_bytes // 4)
 
+    def requantize_blocks(self, arena: Tensor, src_entries: Tensor, dst_entries: Tensor, layout: KVLayout) -> None:
+        """See kernels.dispatch.Backend."""
+        raise UnsupportedFormatError("only native (0) has a CPU kernel")
+
     def copy_blocks(self, arena: Tensor, src_entries: Tensor, dst_entries: Tensor, layout: KVLayout) -> None:
         """See kernels.dispatch.Backend."""
         check_integers(dst_entries, torch.int32, src_entries.shape[0], "dst_entries")

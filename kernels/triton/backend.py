@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels.checks import check_integers, check_key_value, check_query_out, describe, group_size
 from kernels.dispatch import AttentionBatch, AttentionParams
-from kernels.errors import UnsupportedShapeError
+from kernels.errors import UnsupportedFormatError, UnsupportedShapeError
 from kernels.formats import Format, KVLayout
 from kernels.triton.blocks import CHUNK_BYTES, copy_kernel, write_kernel, zero_kernel
 from kernels.triton.decode import MAX_SPLITS, MIN_SPLIT, decode_kernel, merge_kernel, most_splits
@@ -139,6 +139,10 @@ class TritonBackend:
                 layout, num_heads, params, self._chip, dtype
             )
         return attention
+
+    def requantize_blocks(self, arena: Tensor, src_entries: Tensor, dst_entries: Tensor, layout: KVLayout) -> None:
+        """See kernels.dispatch.Backend; there is no kernel yet, so every call raises UnsupportedFormatError."""
+        raise UnsupportedFormatError("blocks on GPUs are native: requantize_blocks has no Triton kernel")
 
     def copy_blocks(self, arena: Tensor, src_entries: Tensor, dst_entries: Tensor, layout: KVLayout) -> None:
         """See kernels.dispatch.Backend; a pair with a bad entry is skipped."""

@@ -1,7 +1,7 @@
 """Ragged batches on scattered blocks, and their attention by any backend."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -106,6 +106,40 @@ def filled_arena(backend: Backend, case: Case) -> Tensor:
     arena = torch.full((case.num_slabs, case.layout.slab_bytes), 0xFF, dtype=torch.uint8)
     backend.write_kv(arena, case.key, case.value, case.slots, case.layout)
     return arena
+
+
+def demoted(
+    backend: Backend, case: Case, choose: Callable[[int, int], Format], arena: Tensor | None = None
+) -> tuple[Case, Tensor]:
+    """Return the case, and one layer's arena, with full blocks brought to the format chosen for (row, block)."""
+    layout, arena = case.layout, filled_arena(backend, case) if arena is None else arena
+    moves: dict[Format, list[tuple[int, int]]] = {}
+    for row, (context_len, _) in enumerate(case.rows):
+        for b in range(context_len // layout.block_size):
+            if (fmt := choose(row, b)) is not Format.NATIVE:
+                moves.setdefault(fmt, []).append((row, b))
+    table, slab_idx = case.block_table.clone(), case.num_slabs
+    for fmt, blocks in moves.items():
+        capacity = layout.blocks_per_slab(fmt)
+        for i, (row, b) in enumerate(blocks):
+            block_id = (slab_idx + i // capacity) * PLACES_PER_SLAB + capacity - 1 - i % capacity
+            table[row, b] = entry(block_id, fmt)
+        slab_idx += -(-len(blocks) // capacity)
+    larger = torch.full((slab_idx, layout.slab_bytes), 0xFF, dtype=torch.uint8)
+    larger[: case.num_slabs] = arena[: case.num_slabs]
+    changed = table != case.block_table
+    backend.requantize_blocks(larger.unsqueeze(0), case.block_table[changed], table[changed], layout)
+    return replace(case, block_table=table, num_slabs=slab_idx), larger
+
+
+def by_age(row: int, block: int) -> Format:
+    """Choose formats in runs of three blocks, the narrowest first after a native one, as policies leave them."""
+    return (Format.NATIVE, Format.INT4, Format.K8V4, Format.FP8, Format.INT8)[-(-block // 3) % 5]
+
+
+def in_disorder(row: int, block: int) -> Format:
+    """Choose formats without order."""
+    return Format((7 * row + 5 * block * block + block) % 11 % 5)
 
 
 def attention(

@@ -127,7 +127,7 @@ def test_zero_clears_every_layer_and_nothing_else(backend: Backend) -> None:
 @pytest.mark.parametrize(
     ("bad", "error"),
     [
-        (entry(1, Format.NATIVE) | 1, UnsupportedFormatError),
+        (entry(1, Format.NATIVE) | 6, UnsupportedFormatError),
         (entry(4, Format.NATIVE), OutOfArenaError),  # a slab has places 0 to 3
         (entry(3 * 256, Format.NATIVE), OutOfArenaError),
         (-8, OutOfArenaError),
@@ -142,6 +142,27 @@ def test_bad_entries_are_refused_before_anything_is_written(backend: Backend, ba
         backend.copy_blocks(arena, bad_entries, entries(1, 2), LAYOUT)
     with pytest.raises(error, match=str(bad)):
         backend.zero_blocks(arena, bad_entries, LAYOUT)
+    assert torch.equal(arena, before)
+
+
+@pytest.mark.parametrize("fmt", Format)
+def test_copying_and_clearing_blocks_of_every_format(reference: Backend, fmt: Format) -> None:
+    arena, size = noise_arena(), LAYOUT.block_bytes(fmt)
+    wanted = arena.clone()
+    wanted[:, 2, size : 2 * size] = wanted[:, 0, 2 * size : 3 * size]
+    source, target = torch.tensor([[entry(2, fmt)], [entry(512 + 1, fmt)]], dtype=torch.int32)
+    reference.copy_blocks(arena, source, target, LAYOUT)
+    assert torch.equal(arena, wanted)
+    wanted[:, 2, size : 2 * size] = 0
+    reference.zero_blocks(arena, target, LAYOUT)
+    assert torch.equal(arena, wanted)
+
+
+def test_copy_to_another_format_is_refused(reference: Backend) -> None:
+    arena = noise_arena()
+    before, int8 = arena.clone(), torch.tensor([entry(256, Format.INT8)], dtype=torch.int32)
+    with pytest.raises(UnsupportedFormatError, match="NATIVE"):
+        reference.copy_blocks(arena, entries(0), int8, LAYOUT)
     assert torch.equal(arena, before)
 
 
