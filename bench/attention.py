@@ -13,12 +13,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from bench.report import say, spread, table
-from kernels.dispatch import AttentionBatch, AttentionParams, backend_for
+from kernels.dispatch import AttentionBatch, AttentionParams, Backend, backend_for
 from kernels.formats import PLACES_PER_SLAB, Format, KVLayout, entry
 
 NUM_LAYERS = 30
@@ -27,6 +28,11 @@ LAYOUT = KVLayout(num_kv_heads=3, head_size=64, block_size=16, native_dtype="bfl
 PARAMS = AttentionParams(scale=LAYOUT.head_size**-0.5)
 
 Row = tuple[int, int]  # context length, query length
+
+FORMAT_BATCHES: dict[str, Sequence[Row]] = {
+    "8 rows x 4096": [(4096, 1)] * 8,
+    "64 tokens of 4096": [(4096, 64)],
+}
 
 DECODES: dict[str, Sequence[Row]] = {
     "8 rows x 512": [(512, 1)] * 8,
@@ -44,17 +50,16 @@ PREFILLS: dict[str, Sequence[Row]] = {
 
 
 class Launches:
-    """One batch on 30 layers of random KV, its blocks scattered."""
+    """One batch on 30 layers of random KV, its blocks scattered, all of one format."""
 
-    def __init__(self, rows: Sequence[Row]) -> None:
+    def __init__(self, rows: Sequence[Row], fmt: Format = Format.NATIVE) -> None:
         counts = [-(-context_len // LAYOUT.block_size) for context_len, _ in rows]
-        num_slabs = -(-sum(counts) // LAYOUT.slab_blocks)
-        places = torch.randperm(num_slabs * LAYOUT.slab_blocks).tolist()
+        places = scattered_entries(sum(counts), fmt)
         block_table = torch.zeros(len(rows), max(counts), dtype=torch.int32)
+        begin = 0
         for row, count in enumerate(counts):
-            for b in range(count):
-                slab_idx, place = divmod(places.pop(), LAYOUT.slab_blocks)
-                block_table[row, b] = entry(slab_idx * PLACES_PER_SLAB + place, Format.NATIVE)
+            block_table[row, :count] = places[begin : begin + count]
+            begin += count
         query_lens = [query_len for _, query_len in rows]
         self._batch = AttentionBatch(
             block_table,
@@ -62,11 +67,10 @@ class Launches:
             torch.tensor([0, *itertools.accumulate(query_lens)], dtype=torch.int32),
             max(query_lens),
         )
-        numbers = torch.randn(NUM_LAYERS, num_slabs, LAYOUT.slab_bytes // LAYOUT.element_bytes)
-        self.layers = list(numbers.to(getattr(torch, LAYOUT.native_dtype)).view(torch.uint8))
         self._query = torch.randn(sum(query_lens), LAYOUT.num_kv_heads * GROUP, LAYOUT.head_size)
         self._out = torch.empty_like(self._query)
         self._backend = backend_for(torch.device("cpu"))
+        self.layers = [random_layer(self._backend, places, fmt) for _ in range(NUM_LAYERS)]
         pairs = sum(n - i for n, q in rows for i in range(q))  # of a query and a key that it sees
         self.flops = NUM_LAYERS * 4 * LAYOUT.head_size * LAYOUT.num_kv_heads * GROUP * pairs
 
@@ -83,6 +87,31 @@ class Launches:
         """Read every byte of every layer's arena, in order, on all threads."""
         for layer in self.layers:
             layer.view(torch.int64).sum()
+
+
+def scattered_entries(num_blocks: int, fmt: Format) -> Tensor:
+    """Return int32 [num_blocks] entries of as few slabs as hold them, in random order."""
+    capacity = LAYOUT.blocks_per_slab(fmt)
+    places = torch.randperm(-(-num_blocks // capacity) * capacity)[:num_blocks].tolist()
+    block_ids = [place // capacity * PLACES_PER_SLAB + place % capacity for place in places]
+    return torch.tensor([entry(block_id, fmt) for block_id in block_ids], dtype=torch.int32)
+
+
+def random_layer(backend: Backend, places: Tensor, fmt: Format) -> Tensor:
+    """Return a layer's arena whose blocks at the places, all of one format, hold random KV."""
+    num_slabs = -(-places.shape[0] // LAYOUT.blocks_per_slab(fmt))
+    num_native = -(-places.shape[0] // LAYOUT.slab_blocks) if fmt is not Format.NATIVE else num_slabs
+    numbers = torch.randn(num_native, LAYOUT.slab_bytes // LAYOUT.element_bytes)
+    native = numbers.to(getattr(torch, LAYOUT.native_dtype)).view(torch.uint8)
+    if fmt is Format.NATIVE:
+        return native
+    arena = torch.cat([torch.zeros(num_slabs, LAYOUT.slab_bytes, dtype=torch.uint8), native])
+    sources = [
+        entry((num_slabs + i // LAYOUT.slab_blocks) * PLACES_PER_SLAB + i % LAYOUT.slab_blocks, Format.NATIVE)
+        for i in range(places.shape[0])
+    ]
+    backend.requantize_blocks(arena.unsqueeze(0), torch.tensor(sources, dtype=torch.int32), places, LAYOUT)
+    return arena[:num_slabs].clone()
 
 
 def measure_in_turn(actions: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
@@ -105,6 +134,37 @@ def compare_decodes(repeats: int) -> None:
         ratios = [run / read for run, read in zip(times["run"], times["read"], strict=True)]
         rows.append((name, spread(times["run"]), spread(times["read"]), spread(ratios)))
     say(table(rows))
+
+
+def compare_formats(repeats: int) -> None:
+    """Say what decodes and a prefill chunk cost over blocks of each format, against native blocks."""
+    for what, batch in FORMAT_BATCHES.items():
+        launches = {fmt.name.lower(): Launches(batch, fmt) for fmt in Format}
+        times = measure_in_turn({name: each.run for name, each in launches.items()}, repeats)
+        rows = [(what, "ms for 30 layers", "of native's", "bytes of native's")]
+        for fmt, (name, ms) in zip(Format, times.items(), strict=True):
+            ratios = [time_ms / native_ms for time_ms, native_ms in zip(ms, times["native"], strict=True)]
+            size = LAYOUT.block_bytes(fmt) / LAYOUT.block_bytes(Format.NATIVE)
+            rows.append((name, spread(ms), spread(ratios), f"{size:.3f}"))
+        say(table(rows))
+
+
+def measure_requantization(repeats: int) -> None:
+    """Say what it costs to make 32 blocks of 30 layers narrower: those of a prefill chunk of 512 tokens."""
+    num_native = 2  # slabs
+    arena = torch.randn(NUM_LAYERS, num_native + 2, LAYOUT.slab_bytes // LAYOUT.element_bytes)
+    arena = arena.to(getattr(torch, LAYOUT.native_dtype)).view(torch.uint8)
+    sources = [entry(i // 16 * PLACES_PER_SLAB + i % 16, Format.NATIVE) for i in range(32)]
+    backend = backend_for(torch.device("cpu"))
+    actions: dict[str, Callable[[], None]] = {}
+    for fmt in list(Format)[1:]:
+        capacity = LAYOUT.blocks_per_slab(fmt)
+        places = [(num_native + i // capacity) * PLACES_PER_SLAB + i % capacity for i in range(32)]
+        targets = [entry(block_id, fmt) for block_id in places]
+        pair = torch.tensor([sources, targets], dtype=torch.int32)
+        actions[fmt.name.lower()] = partial(backend.requantize_blocks, arena, pair[0], pair[1], LAYOUT)
+    times = measure_in_turn(actions, repeats)
+    say("32 blocks of 30 layers made narrower, ms: " + ", ".join(f"{name} {spread(ms)}" for name, ms in times.items()))
 
 
 def compare_prefills(repeats: int) -> None:
@@ -174,6 +234,8 @@ def main() -> None:
     repeats = parser.parse_args().repeats
     say(f"{torch.get_num_threads()} threads; 9 query and 3 KV heads of 64, bfloat16 blocks of 16 tokens, 30 layers")
     compare_decodes(repeats)
+    compare_formats(repeats)
+    measure_requantization(repeats)
     compare_prefills(max(3, repeats // 3))
     compare_turns(repeats)
     measure_launch(repeats)

@@ -70,10 +70,7 @@ class ReferenceBackend:
         pairs = list(zip(src_entries.tolist(), dst_entries.tolist(), strict=True))
         for source, target in pairs:
             if format_of(source) is not format_of(target):
-                raise UnsupportedFormatError(
-                    f"block-table entry {target} has format {format_of(target).name}, its source"
-                    f" {format_of(source).name}"
-                )
+                raise UnsupportedFormatError(f"block-table entry {target} has another format than {source}, its source")
         for source_block, target_block in _block_pairs(arena, pairs, layout):
             target_block.data.copy_(source_block.data)
 
@@ -83,8 +80,7 @@ class ReferenceBackend:
         for source, target in pairs:
             if format_of(target) <= format_of(source):
                 raise UnsupportedFormatError(
-                    f"block-table entry {target} has format {format_of(target).name}, which is not narrower than"
-                    f" {format_of(source).name}, its source's"
+                    f"block-table entry {target} has no narrower format than {source}, its source"
                 )
         for source_block, target_block in _block_pairs(arena, pairs, layout):
             for side in ("key", "value"):

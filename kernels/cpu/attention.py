@@ -32,6 +32,7 @@ def _compute_splits(launch_address: int, unit_address: int, thread: int) -> bool
     rows, size = unit.head_count * unit.query_count * launch.group, launch.head_size
     own.row, own.head_begin, own.head_count = unit.row, unit.head_begin, unit.head_count
     own.query_count, own.position = unit.query_count, end - unit.query_count
+    own.has_sums = 0
     _read_queries(launch_address, unit_address, thread)
     _clear(own.merged_out, own.merged_top, own.merged_total, rows, size)
     for split in range(unit.split_begin, unit.split_end):
@@ -41,7 +42,10 @@ def _compute_splits(launch_address: int, unit_address: int, thread: int) -> bool
             own.begin, own.first, own.end = begin, max(split_first, begin), min(split_end, begin + TILE_TOKENS)
             if not entries_are_sound(launch_address, thread):
                 return False
-            call(launch.decode_tile if unit.query_count == 1 else launch.prefill_tile, launch_address, thread)
+            if unit.query_count == 1:
+                call(launch.decode_tile if own.is_native else launch.mixed_decode_tile, launch_address, thread)
+            else:
+                call(launch.prefill_tile if own.is_native else launch.mixed_prefill_tile, launch_address, thread)
         if unit.num_parts == 1:
             _merge_rows(thread, own.out, own.top, own.total, rows, size)
     return True

@@ -10,14 +10,17 @@ from functools import cache
 from typing import cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from kernels.checks import check_integers, check_key_value, check_query_out, group_size
 from kernels.cpu.attention import run_units
 from kernels.cpu.blocks import WRITE, check_entries, copy_entries, fill_write, write_chunks, zero_entries
-from kernels.cpu.places import BAD_FORMAT, BAD_ROW, FINE
+from kernels.cpu.mixed import mixed_decode_tile, mixed_prefill_tile
+from kernels.cpu.places import BAD_FORMAT, BAD_ROW, FINE, FORMAT_MASK, format_table
 from kernels.cpu.plan import LAUNCH, UNIT_BYTES, plan_launch
+from kernels.cpu.requantize import REQUANTIZE, requantize_items, scratch_bytes
 from kernels.cpu.rows import ACTIVATION_CODES
 from kernels.cpu.runtime import c_function, run_on_threads
 from kernels.cpu.softmax import TILE_TOKENS
@@ -31,7 +34,7 @@ from kernels.errors import (
     UnsupportedFormatError,
     UnsupportedShapeError,
 )
-from kernels.formats import ENTRY_FORMAT_BITS, Format, KVLayout
+from kernels.formats import Format, KVLayout
 
 _CACHE_LINE_BYTES = 64
 _PART_BYTES = 64 << 20  # for parts of split contexts; pages that no launch touches cost nothing
@@ -53,6 +56,7 @@ class CpuBackend:
         )
         self._attentions: dict[tuple[KVLayout, int, AttentionParams], _Attention] = {}
         self._writes: dict[KVLayout, _Write] = {}
+        self._requantizes: dict[KVLayout, _Requantize] = {}
 
     def write_kv(self, layer_arena: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor, layout: KVLayout) -> None:
         """See kernels.dispatch.Backend."""
@@ -116,29 +120,47 @@ class CpuBackend:
 
     def requantize_blocks(self, arena: Tensor, src_entries: Tensor, dst_entries: Tensor, layout: KVLayout) -> None:
         """See kernels.dispatch.Backend."""
-        raise UnsupportedFormatError("only native (0) has a CPU kernel")
+        requantize = self._requantizes.get(layout)
+        if requantize is None:
+            requantize = self._requantizes[layout] = _Requantize(layout)
+        _check_pairs(arena, src_entries, dst_entries, layout)
+        for pair in _pairs_where(dst_entries & FORMAT_MASK <= src_entries & FORMAT_MASK, src_entries, dst_entries):
+            raise UnsupportedFormatError(
+                "block-table entry {1} has no narrower format than {0}, its source".format(*pair)
+            )
+        num_threads = torch.get_num_threads()
+        self._scratch.reserve(num_threads * requantize.scratch_bytes)
+        job = requantize.record[0]
+        job["arena"], job["num_layers"], job["arena_bytes"] = arena.data_ptr(), arena.shape[0], arena[0].numel()
+        job["sources"], job["targets"] = src_entries.data_ptr(), dst_entries.data_ptr()
+        job["num_entries"], job["scratch"] = src_entries.shape[0], self._scratch.address
+        job["next_item"], job["next_thread"] = 0, 0
+        run_on_threads(requantize.body, requantize.address, num_threads)
 
     def copy_blocks(self, arena: Tensor, src_entries: Tensor, dst_entries: Tensor, layout: KVLayout) -> None:
         """See kernels.dispatch.Backend."""
-        check_integers(dst_entries, torch.int32, src_entries.shape[0], "dst_entries")
-        place = _checked_entries(arena, src_entries, layout)
-        _checked_entries(arena, dst_entries, layout)
-        num_entries = src_entries.shape[0]
+        _check_pairs(arena, src_entries, dst_entries, layout)
+        for pair in _pairs_where(dst_entries & FORMAT_MASK != src_entries & FORMAT_MASK, src_entries, dst_entries):
+            raise UnsupportedFormatError("block-table entry {1} has another format than {0}, its source".format(*pair))
         copy_entries(
-            arena.data_ptr(), arena.shape[0], src_entries.data_ptr(), dst_entries.data_ptr(), num_entries, *place
-        )
+            arena.data_ptr(), arena.shape[0], src_entries.data_ptr(), dst_entries.data_ptr(), src_entries.shape[0],
+            *_place(arena, layout),
+        )  # fmt: skip
 
     def zero_blocks(self, arena: Tensor, entries: Tensor, layout: KVLayout) -> None:
         """See kernels.dispatch.Backend."""
-        place = _checked_entries(arena, entries, layout)
-        zero_entries(arena.data_ptr(), arena.shape[0], entries.data_ptr(), entries.shape[0], *place)
+        _check_entries(arena, entries, layout)
+        zero_entries(
+            arena.data_ptr(), arena.shape[0], entries.data_ptr(), entries.shape[0], *_place(arena, layout)
+        )  # fmt: skip
 
     def warm_up(self, layout: KVLayout, num_query_heads: int, params: AttentionParams) -> None:
         """See kernels.dispatch.Backend."""
         arena = torch.zeros(1, 1, layout.slab_bytes, dtype=torch.uint8)
-        entries = torch.zeros(1, dtype=torch.int32)
+        entries, none = torch.zeros(1, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
         self.zero_blocks(arena, entries, layout)
         self.copy_blocks(arena, entries, entries, layout)
+        self.requantize_blocks(arena, none, none, layout)
         key = torch.zeros(1, layout.num_kv_heads, layout.head_size)
         self.write_kv(arena[0], key, key, torch.zeros(1, dtype=torch.int64), layout)
         query = torch.zeros(1, num_query_heads, layout.head_size)
@@ -174,11 +196,11 @@ class _Attention:
         self.scratch_bytes = lay_out(thread, num_query_heads, layout.head_size) - thread
         self.body = _c_function(run_units, 1, None)
         fixed = self.record[0]
-        for tile in (decode_tile, prefill_tile):
+        for tile in (decode_tile, prefill_tile, mixed_decode_tile, mixed_prefill_tile):
             fixed[tile.__name__] = _c_function(tile, 2, layout.native_dtype)
         fixed["num_kv_heads"], fixed["group"] = layout.num_kv_heads, group
         fixed["head_size"], fixed["block_size"] = layout.head_size, layout.block_size
-        fixed["slab_bytes"], fixed["block_bytes"] = layout.slab_bytes, layout.block_bytes(Format.NATIVE)
+        fixed["slab_bytes"], fixed["formats"] = layout.slab_bytes, _formats(layout).ctypes.data
         fixed["scratch_bytes"] = self.scratch_bytes
         fixed["window"] = params.sliding_window or _NO_WINDOW
         # The kernels count in powers of 2, and take a capped score divided by its cap.
@@ -201,6 +223,27 @@ class _Write:
         fixed["slab_bytes"], fixed["block_bytes"] = layout.slab_bytes, layout.block_bytes(Format.NATIVE)
 
 
+class _Requantize:
+    """What all calls of requantize_blocks on arenas of one layout have in common."""
+
+    def __init__(self, layout: KVLayout) -> None:
+        _check_layout(layout)
+        self.record = np.zeros(1, REQUANTIZE)
+        self.address = self.record.ctypes.data
+        self.body = _c_function(requantize_items, 1, layout.native_dtype)
+        self.scratch_bytes = scratch_bytes(layout.head_size, layout.block_size)
+        fixed = self.record[0]
+        fixed["num_heads"], fixed["head_size"] = layout.num_kv_heads, layout.head_size
+        fixed["block_size"], fixed["scratch_bytes"] = layout.block_size, self.scratch_bytes
+        fixed["slab_bytes"], fixed["formats"] = layout.slab_bytes, _formats(layout).ctypes.data
+
+
+@cache
+def _formats(layout: KVLayout) -> npt.NDArray[np.void]:
+    """Return a layout's formats for compiled code, which is given their address: so they are kept."""
+    return format_table(layout)
+
+
 @cache
 def _c_function(function: Callable[..., None], num_addresses: int, native_dtype: str | None) -> int:
     return c_function(function, num_addresses, None if native_dtype is None else _TAGS[native_dtype])
@@ -221,16 +264,28 @@ def _activation_code(tensor: Tensor, name: str) -> int:
     return code
 
 
-def _checked_entries(arena: Tensor, entries: Tensor, layout: KVLayout) -> tuple[int, int, int]:
-    """Raise on entries that cannot be served; returns the bytes of a slab, of a block and of a layer's arena."""
+def _place(arena: Tensor, layout: KVLayout) -> tuple[int, int, int]:
+    """Return what compiled code needs to find blocks: formats, the bytes of a slab and of a layer's arena."""
+    return _formats(layout).ctypes.data, layout.slab_bytes, arena.shape[1] * arena.shape[2]
+
+
+def _check_entries(arena: Tensor, entries: Tensor, layout: KVLayout) -> None:
     check_integers(entries, torch.int32, entries.shape[0], "entries")
     if not arena.is_contiguous():
         raise UnsupportedShapeError("the arena is not contiguous")
-    place = layout.slab_bytes, layout.block_bytes(Format.NATIVE), arena.shape[1] * arena.shape[2]
-    status, bad_entry = check_entries(entries.data_ptr(), entries.shape[0], *place)
+    status, bad_entry = check_entries(entries.data_ptr(), entries.shape[0], *_place(arena, layout))
     if status != FINE:
         raise _launch_error(status, bad_entry)
-    return place
+
+
+def _check_pairs(arena: Tensor, src_entries: Tensor, dst_entries: Tensor, layout: KVLayout) -> None:
+    check_integers(dst_entries, torch.int32, src_entries.shape[0], "dst_entries")
+    _check_entries(arena, src_entries, layout)
+    _check_entries(arena, dst_entries, layout)
+
+
+def _pairs_where(wrong: Tensor, src_entries: Tensor, dst_entries: Tensor) -> list[tuple[int, int]]:
+    return list(zip(src_entries[wrong].tolist(), dst_entries[wrong].tolist(), strict=True))
 
 
 def _launch_error(status: int, culprit: int) -> KernelError:
@@ -240,9 +295,8 @@ def _launch_error(status: int, culprit: int) -> KernelError:
             f"row {culprit}: its query tokens are not within query, are more than its context, or the context is more"
             " than its block table holds"
         )
-    entry, code = culprit, culprit & ((1 << ENTRY_FORMAT_BITS) - 1)
     if status == BAD_FORMAT:
         return UnsupportedFormatError(
-            f"block-table entry {entry} has format code {code}; only native (0) has a CPU kernel"
+            f"block-table entry {culprit} has format code {culprit & FORMAT_MASK}, which names no format"
         )
-    return OutOfArenaError(f"block-table entry {entry} names a place outside the arena")
+    return OutOfArenaError(f"block-table entry {culprit} names a place outside the arena")

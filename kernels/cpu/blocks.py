@@ -1,10 +1,18 @@
-"""Writing, copying and clearing native blocks."""
+"""Writing tokens into native blocks; copying and clearing blocks of every format."""
 
 from typing import Any
 
 import numpy as np
 
-from kernels.cpu.places import FINE, block_offset, check_block, check_entry, entry_offset
+from kernels.cpu.places import (
+    FINE,
+    block_offset,
+    check_block,
+    check_entry,
+    entry_offset,
+    format_at,
+    format_of_entry,
+)
 from kernels.cpu.rows import activation_bytes, read
 from kernels.cpu.runtime import compiled, inlined
 from kernels.cpu.vector import (
@@ -15,6 +23,7 @@ from kernels.cpu.vector import (
     load,
     load_int32,
     load_int64,
+    load_scalar,
     offset_of,
     record_at,
     scatter,
@@ -40,7 +49,7 @@ WRITE = np.dtype(
 job_at = record_at(WRITE)
 NEXT_TOKEN = offset_of(WRITE, "next_token")
 
-_VECTOR_BYTES = 4 * LANES  # a block is a multiple of it: 2 planes of at least 8 x 16 elements
+_VECTOR_BYTES = 4 * LANES
 
 
 @compiled
@@ -95,46 +104,53 @@ def _write_token(address: int, token: int, block: int, place: int, tag: Any) -> 
 
 
 @compiled
-def check_entries(
-    entries: int, num_entries: int, slab_bytes: int, block_bytes: int, arena_bytes: int
-) -> tuple[int, int]:
+def check_entries(entries: int, num_entries: int, formats: int, slab_bytes: int, arena_bytes: int) -> tuple[int, int]:
     """Return how the int32 entries at an address are (see `places`), and the first at fault."""
     for i in range(num_entries):
         entry = load_int32(entries, i)
-        status = check_entry(entry, slab_bytes, block_bytes, arena_bytes)
+        status = check_entry(entry, formats, slab_bytes, arena_bytes)
         if status != FINE:
             return status, entry
     return FINE, 0
 
 
+@inlined
+def copy_bytes(source: int, target: int, num_bytes: int) -> None:
+    """Copy a multiple of 4 bytes."""
+    vectors_end = num_bytes // _VECTOR_BYTES * _VECTOR_BYTES
+    for j in range(0, vectors_end, _VECTOR_BYTES):
+        store(target + j, load(source + j, FLOAT32), FLOAT32)
+    for j in range(vectors_end, num_bytes, 4):
+        store(target + j, load_scalar(source + j, FLOAT32), FLOAT32)
+
+
 @compiled
 def copy_entries(
-    arena: int,
-    num_layers: int,
-    sources: int,
-    targets: int,
-    num_entries: int,
-    slab_bytes: int,
-    block_bytes: int,
+    arena: int, num_layers: int, sources: int, targets: int, num_entries: int, formats: int, slab_bytes: int,
     arena_bytes: int,
-) -> None:
-    """Copy blocks in every layer of the arena at an address; entries have been checked."""
+) -> None:  # fmt: skip
+    """Copy blocks in every layer of the arena at an address; entries have been checked, and are of like formats."""
     for layer_arena in range(arena, arena + num_layers * arena_bytes, arena_bytes):
         for i in range(num_entries):
-            source = layer_arena + entry_offset(load_int32(sources, i), slab_bytes, block_bytes)
-            target = layer_arena + entry_offset(load_int32(targets, i), slab_bytes, block_bytes)
-            for j in range(0, block_bytes, _VECTOR_BYTES):
-                store(target + j, load(source + j, FLOAT32), FLOAT32)
+            entry = load_int32(sources, i)
+            source = layer_arena + entry_offset(entry, formats, slab_bytes)
+            target = layer_arena + entry_offset(load_int32(targets, i), formats, slab_bytes)
+            copy_bytes(source, target, format_at(format_of_entry(formats, entry)).block_bytes)
 
 
 @compiled
 def zero_entries(
-    arena: int, num_layers: int, entries: int, num_entries: int, slab_bytes: int, block_bytes: int, arena_bytes: int
+    arena: int, num_layers: int, entries: int, num_entries: int, formats: int, slab_bytes: int, arena_bytes: int
 ) -> None:
     """Fill blocks in every layer of the arena at an address with zeros; entries have been checked."""
     zeros = splat(np.float32(0))
     for layer_arena in range(arena, arena + num_layers * arena_bytes, arena_bytes):
         for i in range(num_entries):
-            block = layer_arena + entry_offset(load_int32(entries, i), slab_bytes, block_bytes)
-            for j in range(0, block_bytes, _VECTOR_BYTES):
-                store(block + j, zeros, FLOAT32)
+            entry = load_int32(entries, i)
+            block = layer_arena + entry_offset(entry, formats, slab_bytes)
+            end = block + format_at(format_of_entry(formats, entry)).block_bytes
+            vectors_end = end - (end - block) % _VECTOR_BYTES
+            for j in range(block, vectors_end, _VECTOR_BYTES):
+                store(j, zeros, FLOAT32)
+            for j in range(vectors_end, end, 4):
+                store(j, np.float32(0), FLOAT32)

@@ -23,13 +23,15 @@ TILE_ROWS = 96  # rows of a prefill product (query tokens x query heads of a KV 
 
 _ADDRESSES = (
     "query", "out", "arena", "table", "context_lens", "cu_seqlens_q", "units", "scratch", "parts",
-    "decode_tile", "prefill_tile",  # functions of kernels.cpu.tiles for the arena's dtype
+    "formats",  # kernels.cpu.places.FORMAT records by format code
+    # Functions for the arena's native dtype, of kernels.cpu.tiles for tiles of native blocks, and of kernels.cpu.mixed.
+    "decode_tile", "prefill_tile", "mixed_decode_tile", "mixed_prefill_tile",
 )  # fmt: skip
 _NUMBERS = (
     "query_stride", "out_stride",  # bytes from token to token
     "query_dtype", "out_dtype",  # kernels.cpu.rows.ACTIVATION_CODES
     "num_tokens", "num_rows", "table_width", "num_kv_heads", "group", "head_size", "block_size",
-    "arena_bytes", "slab_bytes", "block_bytes",
+    "arena_bytes", "slab_bytes",
     "window",  # keys that a query sees, itself included; more than any context where there is no window
     "num_threads", "scratch_bytes",  # of one thread
     "unit_capacity", "part_floats",  # room at `units` and `parts`

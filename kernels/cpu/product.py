@@ -82,7 +82,7 @@ def _emit_product(builder: Any, rows: int, lanes: int, tag: Any, operands: list[
         builder.store(builder.select(accumulate, old, ir.Constant(vector, [0.0] * lanes)), total)
     with cgutils.for_range(builder, depth) as loop:
         if ahead is not None:
-            _emit_prefetch(builder, builder.add(ahead, builder.mul(loop.index, _INDEX(lanes * ITEM_BYTES[tag]))))
+            emit_prefetch(builder, builder.add(ahead, builder.mul(loop.index, _INDEX(lanes * ITEM_BYTES[tag]))))
         line = emit_load(builder, builder.add(b, builder.mul(loop.index, b_stride)), tag, lanes)
         column = builder.mul(loop.index, _INDEX(4))
         for a_row, total in zip(a_rows, sums, strict=True):
@@ -92,7 +92,7 @@ def _emit_product(builder: Any, rows: int, lanes: int, tag: Any, operands: list[
         emit_store(builder, c_row, builder.load(total))
 
 
-def _emit_prefetch(builder: Any, address: Any) -> None:
+def emit_prefetch(builder: Any, address: Any) -> None:
     """Emit a request to bring a line into the first cache, to be read."""
     number, byte_pointer = ir.IntType(32), ir.PointerType(ir.IntType(8))
     function = ir.FunctionType(ir.VoidType(), [byte_pointer, number, number, number])

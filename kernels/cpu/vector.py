@@ -23,10 +23,20 @@ LANES = 16
 BFLOAT16 = np.uint16(0)
 FLOAT16 = np.int16(0)
 FLOAT32 = np.float32(0)
-ITEM_BYTES: dict[Any, int] = {types.uint16: 2, types.int16: 2, types.float32: 4}
+# Codes, which are loaded as float32 numbers. Two of UINT4 share a byte: `load_upper` gives the upper half's.
+UINT8 = np.uint8(0)
+FLOAT8 = np.int8(0)  # e4m3fn, loaded as 1 / FLOAT8_FACTOR of the number: what a float16 with the same bits would be
+UINT4 = np.uint32(0)
+FLOAT8_FACTOR = 256.0
+ITEM_BYTES: dict[Any, int] = {
+    types.uint16: 2, types.int16: 2, types.float32: 4, types.uint8: 1, types.int8: 1, types.uint32: 1
+}  # fmt: skip
 
-_STORED: dict[Any, ir.Type] = {types.uint16: ir.IntType(16), types.int16: ir.HalfType(), types.float32: ir.FloatType()}
-_FLOAT, _INT = ir.FloatType(), ir.IntType(32)
+_FLOAT, _INT, _SHORT, _BYTE = ir.FloatType(), ir.IntType(32), ir.IntType(16), ir.IntType(8)
+_STORED: dict[Any, ir.Type] = {
+    types.uint16: _SHORT, types.int16: ir.HalfType(), types.float32: _FLOAT,
+    types.uint8: _BYTE, types.int8: _BYTE, types.uint32: _BYTE,
+}  # fmt: skip
 
 
 class Float32x16(types.Type):
@@ -59,8 +69,8 @@ def constant(like: ir.Type, number: float) -> ir.Constant:
     return ir.Constant(like, [number] * like.count if isinstance(like, ir.VectorType) else number)
 
 
-def emit_load(builder: Any, address: Any, tag: Any, lanes: int) -> Any:
-    """Emit a load of `lanes` elements of the tag's dtype, widened to float32."""
+def emit_load(builder: Any, address: Any, tag: Any, lanes: int, *, upper: bool = False) -> Any:
+    """Emit a load of `lanes` elements of the tag's dtype, widened to float32; `upper` is for UINT4."""
     stored = widen(_STORED[tag], lanes)
     value = builder.load(builder.inttoptr(address, stored.as_pointer()), align=ITEM_BYTES[tag], typ=stored)
     if tag == types.int16:
@@ -68,13 +78,29 @@ def emit_load(builder: Any, address: Any, tag: Any, lanes: int) -> Any:
     if tag == types.uint16:  # a bfloat16 is the upper half of a float32
         bits = widen(_INT, lanes)
         return builder.bitcast(builder.shl(builder.zext(value, bits), constant(bits, 16)), widen(_FLOAT, lanes))
+    if tag == types.int8:
+        return _emit_float8(builder, value, lanes)
+    if tag == types.uint8 or tag == types.uint32:
+        bits = widen(_INT, lanes)
+        code = builder.zext(value, bits)
+        if tag == types.uint32:
+            code = builder.lshr(code, constant(bits, 4)) if upper else builder.and_(code, constant(bits, 15))
+        return builder.sitofp(code, widen(_FLOAT, lanes))
     return value
+
+
+def _emit_float8(builder: Any, value: Any, lanes: int) -> Any:
+    """Emit a float8's sign, exponent and mantissa as a float16, whose exponent has one bit more, widened to float32."""
+    bits = widen(_SHORT, lanes)
+    spread = builder.shl(builder.sext(value, bits), constant(bits, 7))
+    half = builder.bitcast(builder.and_(spread, constant(bits, 0xBFFF)), widen(ir.HalfType(), lanes))
+    return builder.fpext(half, widen(_FLOAT, lanes))
 
 
 def emit_store(builder: Any, address: Any, value: Any) -> None:
     """Emit a store of a scalar or a vector, whatever the address's alignment."""
     element = value.type.element if isinstance(value.type, ir.VectorType) else value.type
-    align = 4 if element in (_FLOAT, _INT) else 2
+    align = 4 if element in (_FLOAT, _INT) else 1 if element == _BYTE else 2
     builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=align)
 
 
@@ -109,6 +135,22 @@ def load(_typing: Any, address: Any, tag: Any) -> Any:
 def load_scalar(_typing: Any, address: Any, tag: Any) -> Any:
     """load_scalar(address, tag): one element, widened."""
     return types.float32(address, tag), lambda _c, builder, sig, args: emit_load(builder, args[0], sig.args[1], 1)
+
+
+@instruction
+def load_upper(_typing: Any, address: Any, tag: Any) -> Any:
+    """load_upper(address, tag): 16 codes of the upper halves of bytes."""
+    return float32x16(address, tag), lambda _c, builder, sig, args: emit_load(
+        builder, args[0], sig.args[1], LANES, upper=True
+    )
+
+
+@instruction
+def load_upper_scalar(_typing: Any, address: Any, tag: Any) -> Any:
+    """load_upper_scalar(address, tag): the code of a byte's upper half."""
+    return types.float32(address, tag), lambda _c, builder, sig, args: emit_load(
+        builder, args[0], sig.args[1], 1, upper=True
+    )
 
 
 @instruction
@@ -248,6 +290,12 @@ def maximum(_typing: Any, a: Any, b: Any) -> Any:
 
 
 @instruction
+def minimum(_typing: Any, a: Any, b: Any) -> Any:
+    """minimum(a, b): the smaller; b where either is NaN."""
+    return a(a, a), lambda _c, builder, _s, args: builder.select(builder.fcmp_ordered("<", *args), *args)
+
+
+@instruction
 def negative_magnitude(_typing: Any, x: Any) -> Any:
     """negative_magnitude(x): -|x|."""
     return x(x), lambda _c, builder, _s, args: _emit_sign(builder, "or_", args[0], 1 << 31)
@@ -284,6 +332,16 @@ def inside(_typing: Any, x: Any, first: Any, end: Any, other: Any) -> Any:
 def largest_lane(_typing: Any, x: Any) -> Any:
     """largest_lane(x): the largest of the 16."""
     return types.float32(x), lambda _c, builder, _s, args: _emit_tree(builder, args[0], _emit_maximum)
+
+
+@instruction
+def smallest_lane(_typing: Any, x: Any) -> Any:
+    """smallest_lane(x): the smallest of the 16."""
+
+    def smaller(builder: Any, a: Any, b: Any) -> Any:
+        return builder.select(builder.fcmp_ordered("<", a, b), a, b)
+
+    return types.float32(x), lambda _c, builder, _s, args: _emit_tree(builder, args[0], smaller)
 
 
 @instruction

@@ -146,23 +146,23 @@ def test_bad_entries_are_refused_before_anything_is_written(backend: Backend, ba
 
 
 @pytest.mark.parametrize("fmt", Format)
-def test_copying_and_clearing_blocks_of_every_format(reference: Backend, fmt: Format) -> None:
+def test_copying_and_clearing_blocks_of_every_format(backend: Backend, fmt: Format) -> None:
     arena, size = noise_arena(), LAYOUT.block_bytes(fmt)
     wanted = arena.clone()
     wanted[:, 2, size : 2 * size] = wanted[:, 0, 2 * size : 3 * size]
     source, target = torch.tensor([[entry(2, fmt)], [entry(512 + 1, fmt)]], dtype=torch.int32)
-    reference.copy_blocks(arena, source, target, LAYOUT)
+    backend.copy_blocks(arena, source, target, LAYOUT)
     assert torch.equal(arena, wanted)
     wanted[:, 2, size : 2 * size] = 0
-    reference.zero_blocks(arena, target, LAYOUT)
+    backend.zero_blocks(arena, target, LAYOUT)
     assert torch.equal(arena, wanted)
 
 
-def test_copy_to_another_format_is_refused(reference: Backend) -> None:
+def test_copy_to_another_format_is_refused(backend: Backend) -> None:
     arena = noise_arena()
     before, int8 = arena.clone(), torch.tensor([entry(256, Format.INT8)], dtype=torch.int32)
-    with pytest.raises(UnsupportedFormatError, match="NATIVE"):
-        reference.copy_blocks(arena, entries(0), int8, LAYOUT)
+    with pytest.raises(UnsupportedFormatError, match=str(int(int8))):
+        backend.copy_blocks(arena, entries(0), int8, LAYOUT)
     assert torch.equal(arena, before)
 
 

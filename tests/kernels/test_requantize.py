@@ -15,7 +15,7 @@ from kernels.formats import PLACES_PER_SLAB, Format, KVLayout, entry
 from kernels.quantize import round_down, round_up
 from tests.kernels.formula import Array, Side, dequantized, quantized, read_side
 
-BACKENDS = ["reference"]
+BACKENDS = ["reference", "cpu"]
 NARROW = (Format.INT8, Format.FP8, Format.K8V4, Format.INT4)
 CHAINS = [
     (Format.INT8, Format.INT4),
