@@ -19,6 +19,8 @@ from kernels.cpu.runtime import HOST_FEATURES, inlined, literal_instruction
 from kernels.cpu.vector import LANES, declare, emit_fma, emit_load, emit_splat, emit_store
 
 CODE_ROWS = 4 if "avx512f" in HOST_FEATURES else 2  # at once: two sums each, and two lines
+# Rows of values that may be 32 lanes wide: as many sums as registers allow, in half the calls.
+WIDE_CODE_ROWS = 3 if "avx512f" in HOST_FEATURES else 0
 
 _INDEX = ir.IntType(64)
 
@@ -47,7 +49,8 @@ def _value_product(
 
 def _emitter(lanes: Any, tag: Any, side: str) -> Any:
     def emit(context: Any, builder: Any, _sig: Any, args: Any) -> Any:
-        for count in range(1, CODE_ROWS + 1):
+        most = WIDE_CODE_ROWS if lanes.literal_value > LANES else CODE_ROWS
+        for count in range(1, most + 1):
             function = _product_function(builder, count, lanes.literal_value, tag, side)
             with builder.if_then(builder.icmp_signed("==", args[0], _INDEX(count))):
                 builder.call(function, args[2:14])
@@ -86,7 +89,8 @@ def _emit_product(builder: Any, rows: int, lanes: int, tag: Any, side: str, oper
         emit_prefetch(builder, builder.add(ahead, builder.mul(loop.index, ahead_stride)))
         line = builder.add(b, builder.mul(loop.index, b_stride))
         lower_line = emit_load(builder, line, tag, lanes)
-        upper_line = emit_load(builder, builder.add(line, upper), tag, lanes, upper=True)
+        upper_at = line if tag == types.uint32 else builder.add(line, upper)  # UINT4's are in the same bytes
+        upper_line = emit_load(builder, upper_at, tag, lanes, upper=True)
         for a_row, (lower_sum, upper_sum) in zip(a_rows, sums, strict=True):
             factor_at = builder.add(a_row, builder.mul(loop.index, _INDEX(4)))
             factor = emit_splat(builder, emit_load(builder, factor_at, types.float32, 1), lanes)
@@ -143,13 +147,18 @@ def value_product(
 ) -> None:  # fmt: skip
     """Add the values of 8 or 16 channels, and of as many `half` channels on, times a, to any number of rows c.
 
-    Arguments are as of key_product.
+    Arguments are as of key_product. Up to WIDE_CODE_ROWS rows may be 32 channels wide.
     """
     first = 0
     while first < rows:
         count = _rows_at_once(rows - first)
         ci, ai, other = c + first * c_stride, a + first * a_stride, 4 * half
-        if lanes == LANES:
+        if lanes == 2 * LANES:
+            _value_product(
+                count, 32, ci, c_stride, ai, a_stride, b, b_stride, tokens, True, upper, other, ahead,
+                ahead_stride, tag,
+            )  # fmt: skip
+        elif lanes == LANES:
             _value_product(
                 count, 16, ci, c_stride, ai, a_stride, b, b_stride, tokens, True, upper, other, ahead,
                 ahead_stride, tag,

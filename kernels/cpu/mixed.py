@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from kernels.cpu.code_product import key_product, value_product
+from kernels.cpu.code_product import WIDE_CODE_ROWS, key_product, value_product
 from kernels.cpu.codes import codes_in_byte
 from kernels.cpu.dequantize import read_keys, read_value_codes
 from kernels.cpu.places import FLOAT8_TOKEN, NATIVE, UINT4_CHANNEL, UINT8_TOKEN, format_at, format_of_entry
@@ -187,6 +187,8 @@ def _code_outputs(launch_address: int, thread: int, b: int, values_follow: bool,
     following = block_at(launch_address, own.row, min(b + 1, launch.table_width - 1)) + own.head_begin * plane
     following += form.value if values_follow else 0
     lanes = LANES if half % LANES == 0 else LANES // 2
+    if group <= WIDE_CODE_ROWS and half % (2 * LANES) == 0:
+        lanes = 2 * LANES
     for h in range(heads):
         chunk, outs = values + h * plane, own.out + 4 * size * h * group
         ahead = chunk_ahead(chunk, h, heads, plane, following)
