@@ -4,6 +4,7 @@ An arena is a contiguous uint8 tensor [num_layers, num_slabs, slab_bytes]; a lay
 elements of a block are ordered is the backend's own business: only the backend that wrote an arena can read it.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.errors import UnsupportedDeviceError
-from kernels.formats import KVLayout
+from kernels.formats import Format, KVLayout
 
 
 @dataclass(slots=True)
@@ -129,8 +130,17 @@ class Backend(Protocol):
     def zero_blocks(self, arena: Tensor, entries: Tensor, layout: KVLayout) -> None:
         """Fill blocks of all layers, int32 [n] entries, with zeros. Raises as copy_blocks."""
 
-    def warm_up(self, layout: KVLayout, num_query_heads: int, params: AttentionParams) -> None:
-        """Compile, or load from the cache, every kernel that such a model needs; later launches never compile."""
+    def warm_up(
+        self,
+        layout: KVLayout,
+        num_query_heads: int,
+        params: AttentionParams,
+        formats: Collection[Format] = (Format.NATIVE,),
+    ) -> None:
+        """Compile, or load from the cache, every kernel that such a model needs with blocks of the formats.
+
+        Later launches never compile, but for the first that meets a block of another format.
+        """
 
 
 def backend_for(device: torch.device) -> Backend:

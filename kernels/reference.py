@@ -3,6 +3,7 @@
 Planes are token-major: [num_kv_heads, block_size, head_size]. Arithmetic is in float32.
 """
 
+from collections.abc import Collection
 from itertools import product
 
 import torch
@@ -94,7 +95,13 @@ class ReferenceBackend:
         for block in [_Block(layer, e, layout) for e in entries.tolist() for layer in arena]:
             block.data.zero_()
 
-    def warm_up(self, layout: KVLayout, num_query_heads: int, params: AttentionParams) -> None:
+    def warm_up(
+        self,
+        layout: KVLayout,
+        num_query_heads: int,
+        params: AttentionParams,
+        formats: Collection[Format] = (Format.NATIVE,),
+    ) -> None:
         """Do nothing: there is nothing to compile."""
 
 

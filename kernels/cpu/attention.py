@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from kernels.cpu.places import NOT_COMPILED
 from kernels.cpu.plan import NEXT_THREAD, NEXT_UNIT, PENDING, SPLIT_TOKENS, UNIT_BYTES, launch_at, tile_keys, unit_at
 from kernels.cpu.rows import activation_bytes, read_scaled, write_divided
 from kernels.cpu.runtime import inlined
@@ -41,6 +42,9 @@ def _compute_splits(launch_address: int, unit_address: int, thread: int) -> bool
         for begin in range(split_first // TILE_TOKENS * TILE_TOKENS, split_end, TILE_TOKENS):
             own.begin, own.first, own.end = begin, max(split_first, begin), min(split_end, begin + TILE_TOKENS)
             if not entries_are_sound(launch_address, thread):
+                return False
+            if not own.is_native and launch.mixed_decode_tile == 0:
+                launch.status = NOT_COMPILED
                 return False
             if unit.query_count == 1:
                 call(launch.decode_tile if own.is_native else launch.mixed_decode_tile, launch_address, thread)

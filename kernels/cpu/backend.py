@@ -5,9 +5,9 @@ one launch to the next, and nothing is converted or allocated.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ from kernels.checks import check_integers, check_key_value, check_query_out, gro
 from kernels.cpu.attention import run_units
 from kernels.cpu.blocks import WRITE, check_entries, copy_entries, fill_write, write_chunks, zero_entries
 from kernels.cpu.mixed import mixed_decode_tile, mixed_prefill_tile
-from kernels.cpu.places import BAD_FORMAT, BAD_ROW, FINE, FORMAT_MASK, format_table
+from kernels.cpu.places import BAD_FORMAT, BAD_ROW, FINE, FORMAT_MASK, NOT_COMPILED, format_table
 from kernels.cpu.plan import LAUNCH, UNIT_BYTES, plan_launch
 from kernels.cpu.requantize import REQUANTIZE, requantize_items, scratch_bytes
 from kernels.cpu.rows import ACTIVATION_CODES
@@ -106,13 +106,21 @@ class CpuBackend:
             layer_arena.data_ptr(), layer_arena.numel(), table.data_ptr(), table.shape[1],
             batch.context_lens.data_ptr(), batch.cu_seqlens_q.data_ptr(), num_rows, num_threads, self._scratch.address,
         )  # fmt: skip
+        status = self._launch(attention, call)
+        if status == NOT_COMPILED:
+            attention.compile_mixed()
+            status = self._launch(attention, call)
+        if status != FINE:
+            raise _launch_error(status, int(attention.record["culprit"][0]))
+
+    def _launch(self, attention: "_Attention", call: tuple[int, ...]) -> int:
+        """Plan and run a launch; returns how it went."""
         num_units, num_threads = self._plan(*call)
         if num_units * UNIT_BYTES > self._units.num_bytes:
             self._units.reserve(num_units * UNIT_BYTES)
             self._plan(*call)
         run_on_threads(attention.body, attention.address, num_threads)
-        if attention.record["status"][0] != FINE:
-            raise _launch_error(int(attention.record["status"][0]), int(attention.record["culprit"][0]))
+        return int(attention.record["status"][0])
 
     def _plan(self, *call: int) -> tuple[int, int]:
         units, parts, plan = self._units, self._parts, cast(Callable[..., tuple[int, int]], plan_launch)
@@ -154,19 +162,27 @@ class CpuBackend:
             arena.data_ptr(), arena.shape[0], entries.data_ptr(), entries.shape[0], *_place(arena, layout)
         )  # fmt: skip
 
-    def warm_up(self, layout: KVLayout, num_query_heads: int, params: AttentionParams) -> None:
+    def warm_up(
+        self,
+        layout: KVLayout,
+        num_query_heads: int,
+        params: AttentionParams,
+        formats: Collection[Format] = (Format.NATIVE,),
+    ) -> None:
         """See kernels.dispatch.Backend."""
         arena = torch.zeros(1, 1, layout.slab_bytes, dtype=torch.uint8)
-        entries, none = torch.zeros(1, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
+        entries = torch.zeros(1, dtype=torch.int32)
         self.zero_blocks(arena, entries, layout)
         self.copy_blocks(arena, entries, entries, layout)
-        self.requantize_blocks(arena, none, none, layout)
         key = torch.zeros(1, layout.num_kv_heads, layout.head_size)
         self.write_kv(arena[0], key, key, torch.zeros(1, dtype=torch.int64), layout)
         query = torch.zeros(1, num_query_heads, layout.head_size)
         one = torch.ones(1, dtype=torch.int32)
         batch = AttentionBatch(entries.view(1, 1), one, torch.tensor([0, 1], dtype=torch.int32), 1)
         self.paged_attention(query, arena[0], batch, params, layout, query)
+        if any(fmt is not Format.NATIVE for fmt in formats):
+            self._attentions[layout, num_query_heads, params].compile_mixed()
+            self.requantize_blocks(arena, entries[:0], entries[:0], layout)
 
 
 class _Buffer:
@@ -196,8 +212,8 @@ class _Attention:
         self.scratch_bytes = lay_out(thread, num_query_heads, layout.head_size) - thread
         self.body = _c_function(run_units, 1, None)
         fixed = self.record[0]
-        for tile in (decode_tile, prefill_tile, mixed_decode_tile, mixed_prefill_tile):
-            fixed[tile.__name__] = _c_function(tile, 2, layout.native_dtype)
+        self._native_dtype = layout.native_dtype
+        self._set_tiles(decode_tile, prefill_tile)
         fixed["num_kv_heads"], fixed["group"] = layout.num_kv_heads, group
         fixed["head_size"], fixed["block_size"] = layout.head_size, layout.block_size
         fixed["slab_bytes"], fixed["formats"] = layout.slab_bytes, _formats(layout).ctypes.data
@@ -206,6 +222,14 @@ class _Attention:
         # The kernels count in powers of 2, and take a capped score divided by its cap.
         fixed["query_scale"] = params.scale / params.soft_cap if params.soft_cap else params.scale * math.log2(math.e)
         fixed["cap"] = params.soft_cap * math.log2(math.e) if params.soft_cap else 0.0
+
+    def compile_mixed(self) -> None:
+        """Compile, or load, what tiles with blocks of other formats need: over twice as much as native ones do."""
+        self._set_tiles(mixed_decode_tile, mixed_prefill_tile)
+
+    def _set_tiles(self, *tiles: Callable[[int, int, Any], None]) -> None:
+        for tile in tiles:
+            self.record[0][tile.__name__] = _c_function(tile, 2, self._native_dtype)
 
 
 class _Write:

@@ -49,7 +49,7 @@ def _value_product(
 
 def _emitter(lanes: Any, tag: Any, side: str) -> Any:
     def emit(context: Any, builder: Any, _sig: Any, args: Any) -> Any:
-        most = WIDE_CODE_ROWS if lanes.literal_value > LANES else CODE_ROWS
+        most = {8: 1, 16: CODE_ROWS, 32: WIDE_CODE_ROWS}[lanes.literal_value]
         for count in range(1, most + 1):
             function = _product_function(builder, count, lanes.literal_value, tag, side)
             with builder.if_then(builder.icmp_signed("==", args[0], _INDEX(count))):
@@ -108,8 +108,10 @@ def _emit_product(builder: Any, rows: int, lanes: int, tag: Any, side: str, oper
 
 
 @inlined
-def _rows_at_once(rows: int) -> int:
-    """Return how many of the rows that are left to take: as even a cut as there is."""
+def _rows_at_once(rows: int, lanes: int) -> int:
+    """Return how many of the rows that are left to take: an even cut, but one by one for 8 lanes, which are rare."""
+    if lanes < LANES:
+        return 1
     return rows if rows <= CODE_ROWS else (rows + 1) // 2 if rows < 2 * CODE_ROWS else CODE_ROWS
 
 
@@ -125,7 +127,7 @@ def key_product(
     """
     first = 0
     while first < rows:
-        count = _rows_at_once(rows - first)
+        count = _rows_at_once(rows - first, lanes)
         ci, ai, other = c + first * c_stride, a + first * a_stride, 4 * half
         if lanes == LANES:
             _key_product(
@@ -151,7 +153,7 @@ def value_product(
     """
     first = 0
     while first < rows:
-        count = _rows_at_once(rows - first)
+        count = _rows_at_once(rows - first, lanes)
         ci, ai, other = c + first * c_stride, a + first * a_stride, 4 * half
         if lanes == 2 * LANES:
             _value_product(

@@ -24,7 +24,8 @@ TILE_ROWS = 96  # rows of a prefill product (query tokens x query heads of a KV 
 _ADDRESSES = (
     "query", "out", "arena", "table", "context_lens", "cu_seqlens_q", "units", "scratch", "parts",
     "formats",  # kernels.cpu.places.FORMAT records by format code
-    # Functions for the arena's native dtype, of kernels.cpu.tiles for tiles of native blocks, and of kernels.cpu.mixed.
+    # Functions for the native dtype: of kernels.cpu.tiles, for tiles of native blocks, and of kernels.cpu.mixed, which
+    # are 0 until they are needed.
     "decode_tile", "prefill_tile", "mixed_decode_tile", "mixed_prefill_tile",
 )  # fmt: skip
 _NUMBERS = (

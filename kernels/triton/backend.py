@@ -4,7 +4,7 @@ A launch never waits for the device, and its grid follows from shapes and `max_q
 captured in a CUDA graph and replayed with other contents.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -163,7 +163,13 @@ class TritonBackend:
                 arena, entries, arena.shape[1], **block_constants(layout)
             )
 
-    def warm_up(self, layout: KVLayout, num_query_heads: int, params: AttentionParams) -> None:
+    def warm_up(
+        self,
+        layout: KVLayout,
+        num_query_heads: int,
+        params: AttentionParams,
+        formats: Collection[Format] = (Format.NATIVE,),
+    ) -> None:
         """Compile, or load from the cache, every kernel for activations of the native dtype."""
         dtype, device = getattr(torch, layout.native_dtype), self._device
         arena = torch.zeros(1, 1, layout.slab_bytes, dtype=torch.uint8, device=device)

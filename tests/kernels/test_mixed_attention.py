@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from kernels.cpu.backend import CpuBackend, _Attention
 from kernels.dispatch import AttentionParams, Backend
 from kernels.formats import Format, KVLayout
 from kernels.reference import attend
@@ -123,3 +124,18 @@ def test_native_rows_are_the_same_beside_others(cpu: Backend) -> None:
     assert torch.equal(out[0], wanted[0])
     assert torch.equal(out[2:], wanted[2:])
     assert not torch.equal(out[1], wanted[1])
+
+
+def test_first_block_of_another_format_may_come_without_warm_up(reference: Backend) -> None:
+    case = make_case([(100, 1), (90, 20)])
+    assert_matches(CpuBackend(), reference, case, in_disorder, plain_params(case))
+
+
+def test_warm_up_for_formats_leaves_nothing_to_compile(cpu: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case([(100, 1), (90, 20)])
+    fresh = CpuBackend()
+    fresh.warm_up(case.layout, 4, plain_params(case), [Format.NATIVE, Format.INT8])
+    mixed, arena = demoted(cpu, case, in_disorder)
+    wanted = attention(cpu, mixed, arena=arena)
+    monkeypatch.setattr(_Attention, "compile_mixed", None)
+    assert torch.equal(attention(fresh, mixed, arena=arena), wanted)
