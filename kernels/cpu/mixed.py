@@ -20,6 +20,7 @@ from kernels.cpu.codes import codes_in_byte
 from kernels.cpu.dequantize import read_keys, read_value_codes
 from kernels.cpu.places import FLOAT8_TOKEN, NATIVE, UINT4_CHANNEL, UINT8_TOKEN, format_at, format_of_entry
 from kernels.cpu.plan import first_key, launch_at
+from kernels.cpu.product import prefetch
 from kernels.cpu.runtime import inlined
 from kernels.cpu.softmax import TILE_TOKENS, softmax_tile
 from kernels.cpu.tiles import (
@@ -53,6 +54,7 @@ from kernels.cpu.vector import (
 
 _AFRESH, _ON_TOP = cast(bool, np.bool_(False)), cast(bool, np.bool_(True))  # not literals: see `tiles`
 _ZERO, _ONE = np.float32(0), np.float32(1)
+_LINE = 64  # bytes of a cache line
 _ROW = 4 * TILE_TOKENS  # bytes of a row of scores, and of scales
 
 
@@ -138,6 +140,7 @@ def _code_scores(launch_address: int, thread: int, b: int, keys_follow: bool, ta
         first = own.first // block_size
         form = format_at(_record(launch_address, thread, first))
         following = block_at(launch_address, own.row, first) + form.value + own.head_begin * plane
+    _ask_for_scales(launch_address, thread, min(b + 1, launch.table_width - 1))
     lanes = min(LANES, block_size)
     for h in range(heads):
         chunk, scores = keys + h * plane, own.scores + _ROW * h * group + 4 * (b * block_size - own.begin)
@@ -152,6 +155,15 @@ def _code_scores(launch_address: int, thread: int, b: int, keys_follow: bool, ta
                 _ON_TOP if codes_in_byte(tag) == 2 else _AFRESH, upper, ahead + t * plane // block_size,
                 lanes * 2 // codes_in_byte(tag), tag,
             )  # fmt: skip
+
+
+@inlined
+def _ask_for_scales(launch_address: int, thread: int, b: int) -> None:
+    """Ask for a block's scales to be brought near; where there is no such block, what is asked for is not used."""
+    form, block = format_at(_record(launch_address, thread, b)), block_at(launch_address, thread_at(thread).row, b)
+    if form.key_kind != NATIVE:
+        for i in range(form.key_scale, form.block_bytes, _LINE):
+            prefetch(block + i)
 
 
 @inlined

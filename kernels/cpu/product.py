@@ -13,7 +13,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from kernels.cpu.runtime import HOST_FEATURES, inlined, literal_instruction
+from kernels.cpu.runtime import HOST_FEATURES, inlined, instruction, literal_instruction
 from kernels.cpu.vector import FLOAT32, ITEM_BYTES, LANES, declare, emit_fma, emit_load, emit_splat, emit_store
 
 # Rows at once where there are many: 6 rows of 16 floats fill 12 of AVX2's 16 registers; AVX-512 has twice as many, each
@@ -98,6 +98,17 @@ def emit_prefetch(builder: Any, address: Any) -> None:
     function = ir.FunctionType(ir.VoidType(), [byte_pointer, number, number, number])
     prefetch = declare(builder, function, "llvm.prefetch.p0")
     builder.call(prefetch, [builder.inttoptr(address, byte_pointer), number(0), number(3), number(1)])
+
+
+@instruction
+def prefetch(_typing: Any, address: Any) -> Any:
+    """prefetch(address): ask for a line to be brought near."""
+
+    def emit(context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+        emit_prefetch(builder, args[0])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), emit
 
 
 @inlined
