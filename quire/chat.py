@@ -19,10 +19,14 @@ Messages = list[dict[str, str]]
 
 
 class ChatSettings(BaseSettings):
-    """Whom to talk to, and how."""
+    """Whom to talk to, and how. Variables are named QUIRE_CHAT_URL and so on."""
 
     model_config = SettingsConfigDict(
-        frozen=True, cli_prog_name="quire chat", cli_kebab_case=True, cli_exit_on_error=False
+        env_prefix="QUIRE_CHAT_",
+        frozen=True,
+        cli_prog_name="quire chat",
+        cli_kebab_case=True,
+        cli_exit_on_error=False,
     )
 
     url: str = Field("http://localhost:8000", description="server, without /v1")
