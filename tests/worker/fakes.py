@@ -98,7 +98,7 @@ def make_limits(max_num_seqs: int = 4, max_model_len: int = 64) -> MirrorLimits:
         max_model_len=max_model_len,
         block_size=BLOCK_SIZE,
         vocab_size=VOCAB_SIZE,
-        entries=EntryBounds(PLAN.num_slabs, PLAN.places_per_slab),
+        entries=EntryBounds(PLAN.num_slabs, PLAN.served_places_per_slab),
         eos_token_ids=(EOS,),
     )
 
