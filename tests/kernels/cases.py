@@ -19,6 +19,21 @@ OUT_TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-
 MIXED_ROWS: Sequence[Row] = ((1, 1), (700, 1), (333, 40), (65, 64), (17, 17), (300, 2), (64, 1), (129, 3))
 
 
+def entries(*block_ids: int) -> Tensor:
+    """Return the entries of native blocks."""
+    return torch.tensor([entry(block_id, Format.NATIVE) for block_id in block_ids], dtype=torch.int32)
+
+
+def noise_arena(layout: KVLayout, num_layers: int = 3, num_slabs: int = 3) -> Tensor:
+    """Return an arena of random bytes."""
+    return torch.randint(0, 256, (num_layers, num_slabs, layout.slab_bytes), dtype=torch.uint8)
+
+
+def blocks_of(arena: Tensor, layout: KVLayout) -> Tensor:
+    """Return a view [num_layers, num_slabs, slab_blocks, block_bytes] of native blocks."""
+    return arena.view(*arena.shape[:2], layout.slab_blocks, -1)
+
+
 @dataclass(frozen=True)
 class Case:
     """A batch with all keys and values of its rows, of which the last query_len tokens are queries."""

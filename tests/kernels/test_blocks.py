@@ -9,7 +9,7 @@ from torch import Tensor
 from kernels.dispatch import AttentionParams, Backend
 from kernels.errors import OutOfArenaError, UnsupportedFormatError, UnsupportedShapeError
 from kernels.formats import Format, KVLayout, entry
-from tests.kernels.cases import attention, filled_arena, make_case
+from tests.kernels.cases import attention, blocks_of, entries, filled_arena, make_case, noise_arena
 
 NATIVE_DTYPES = ("bfloat16", "float16", "float32")
 LAYOUT = KVLayout(num_kv_heads=2, head_size=64, block_size=16, native_dtype="bfloat16", slab_blocks=4)
@@ -19,19 +19,6 @@ LAYOUT = KVLayout(num_kv_heads=2, head_size=64, block_size=16, native_dtype="bfl
 def backend(request: pytest.FixtureRequest) -> Backend:
     chosen: Backend = request.getfixturevalue(request.param)
     return chosen
-
-
-def entries(*block_ids: int) -> Tensor:
-    return torch.tensor([entry(block_id, Format.NATIVE) for block_id in block_ids], dtype=torch.int32)
-
-
-def noise_arena(num_layers: int = 3, num_slabs: int = 3) -> Tensor:
-    return torch.randint(0, 256, (num_layers, num_slabs, LAYOUT.slab_bytes), dtype=torch.uint8)
-
-
-def blocks_of(arena: Tensor) -> Tensor:
-    """Return a view [num_layers, num_slabs, slab_blocks, block_bytes]."""
-    return arena.view(*arena.shape[:2], LAYOUT.slab_blocks, -1)
 
 
 def only_token(backend: Backend, value: Tensor, native_dtype: str) -> Tensor:
@@ -78,7 +65,7 @@ def test_a_write_touches_its_slots_alone(cpu: Backend) -> None:
 
 
 def test_writing_no_token(backend: Backend) -> None:
-    arena = noise_arena(1)[0]
+    arena = noise_arena(LAYOUT, 1)[0]
     before, nothing = arena.clone(), torch.empty(0, 2, 64)
     backend.write_kv(arena, nothing, nothing, torch.empty(0, dtype=torch.int64), LAYOUT)
     assert torch.equal(arena, before)
@@ -86,7 +73,7 @@ def test_writing_no_token(backend: Backend) -> None:
 
 @pytest.mark.parametrize("slot", [-1, 3 * 256 * 16, 4 * 16, 1 << 40])
 def test_slot_outside_the_arena_is_refused(backend: Backend, slot: int) -> None:
-    arena = noise_arena(1)[0]
+    arena = noise_arena(LAYOUT, 1)[0]
     token = torch.zeros(1, 2, 64)
     before = arena.clone()
     with pytest.raises(OutOfArenaError):
@@ -95,11 +82,11 @@ def test_slot_outside_the_arena_is_refused(backend: Backend, slot: int) -> None:
 
 
 def test_copy_copies_every_layer_and_nothing_else(backend: Backend) -> None:
-    arena = noise_arena()
-    wanted = blocks_of(arena).clone()
+    arena = noise_arena(LAYOUT)
+    wanted = blocks_of(arena, LAYOUT).clone()
     wanted[:, 2, 1], wanted[:, 0, 3] = wanted[:, 0, 0], wanted[:, 1, 2]
     backend.copy_blocks(arena, entries(0, 256 + 2), entries(512 + 1, 3), LAYOUT)
-    assert torch.equal(blocks_of(arena), wanted)
+    assert torch.equal(blocks_of(arena, LAYOUT), wanted)
 
 
 def test_copied_blocks_attend_alike(cpu: Backend) -> None:
@@ -117,11 +104,11 @@ def test_copied_blocks_attend_alike(cpu: Backend) -> None:
 
 
 def test_zero_clears_every_layer_and_nothing_else(backend: Backend) -> None:
-    arena = noise_arena()
-    wanted = blocks_of(arena).clone()
+    arena = noise_arena(LAYOUT)
+    wanted = blocks_of(arena, LAYOUT).clone()
     wanted[:, 2, 3], wanted[:, 0, 0] = 0, 0
     backend.zero_blocks(arena, entries(512 + 3, 0), LAYOUT)
-    assert torch.equal(blocks_of(arena), wanted)
+    assert torch.equal(blocks_of(arena, LAYOUT), wanted)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +121,7 @@ def test_zero_clears_every_layer_and_nothing_else(backend: Backend) -> None:
     ],
 )
 def test_bad_entries_are_refused_before_anything_is_written(backend: Backend, bad: int, error: type[Exception]) -> None:
-    arena = noise_arena()
+    arena = noise_arena(LAYOUT)
     before, bad_entries = arena.clone(), torch.tensor([0, bad], dtype=torch.int32)
     with pytest.raises(error, match=str(bad)):
         backend.copy_blocks(arena, entries(1, 2), bad_entries, LAYOUT)
@@ -147,7 +134,7 @@ def test_bad_entries_are_refused_before_anything_is_written(backend: Backend, ba
 
 @pytest.mark.parametrize("fmt", Format)
 def test_copying_and_clearing_blocks_of_every_format(backend: Backend, fmt: Format) -> None:
-    arena, size = noise_arena(), LAYOUT.block_bytes(fmt)
+    arena, size = noise_arena(LAYOUT), LAYOUT.block_bytes(fmt)
     wanted = arena.clone()
     wanted[:, 2, size : 2 * size] = wanted[:, 0, 2 * size : 3 * size]
     source, target = torch.tensor([[entry(2, fmt)], [entry(512 + 1, fmt)]], dtype=torch.int32)
@@ -159,7 +146,7 @@ def test_copying_and_clearing_blocks_of_every_format(backend: Backend, fmt: Form
 
 
 def test_copy_to_another_format_is_refused(backend: Backend) -> None:
-    arena = noise_arena()
+    arena = noise_arena(LAYOUT)
     before, int8 = arena.clone(), torch.tensor([entry(256, Format.INT8)], dtype=torch.int32)
     with pytest.raises(UnsupportedFormatError, match=str(int(int8))):
         backend.copy_blocks(arena, entries(0), int8, LAYOUT)
@@ -200,15 +187,20 @@ def test_unsupported_shapes_name_what_is_wrong(cpu: Backend) -> None:
         warm_up(LAYOUT, 2, AttentionParams(0.1, sliding_window=0))
     key = torch.zeros(1, 2, 64, dtype=torch.float64)
     with pytest.raises(UnsupportedShapeError, match="float64"):
-        cpu.write_kv(noise_arena()[0], key, key, one, LAYOUT)
+        cpu.write_kv(noise_arena(LAYOUT)[0], key, key, one, LAYOUT)
     narrow = torch.zeros(1, 1, 64)
     with pytest.raises(UnsupportedShapeError, match=r"\[1, 1, 64\]"):
-        cpu.write_kv(noise_arena()[0], narrow, narrow, one, LAYOUT)
+        cpu.write_kv(noise_arena(LAYOUT)[0], narrow, narrow, one, LAYOUT)
     with pytest.raises(UnsupportedShapeError, match="slot_mapping"):
-        cpu.write_kv(noise_arena()[0], narrow.expand(1, 2, 64), narrow.expand(1, 2, 64), one.int(), LAYOUT)
+        cpu.write_kv(noise_arena(LAYOUT)[0], narrow.expand(1, 2, 64), narrow.expand(1, 2, 64), one.int(), LAYOUT)
     case = make_case([(40, 1)])
     case.block_table.resize_(0)
     with pytest.raises(UnsupportedShapeError, match="query is"):
         cpu.paged_attention(
-            torch.zeros(1, 4, 32), noise_arena()[0], make_case([(40, 1)]).batch(), params, LAYOUT, torch.zeros(1, 4, 64)
+            torch.zeros(1, 4, 32),
+            noise_arena(LAYOUT)[0],
+            make_case([(40, 1)]).batch(),
+            params,
+            LAYOUT,
+            torch.zeros(1, 4, 64),
         )

@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from kernels.dispatch import AttentionParams, Backend, backend_for
 from kernels.errors import UnsupportedShapeError
-from kernels.formats import Format, KVLayout, entry
+from kernels.formats import KVLayout
 from tests.interpreted import import_interpreted
-from tests.kernels.cases import attention, filled_arena, make_case
+from tests.kernels.cases import attention, blocks_of, entries, filled_arena, make_case, noise_arena
 
 pytest.importorskip("triton", reason="Triton is for Linux")
 backend_module = import_interpreted("kernels.triton.backend")
@@ -21,19 +20,6 @@ LAYOUT = KVLayout(num_kv_heads=2, head_size=80, block_size=16, native_dtype="bfl
 def triton() -> Backend:
     backend: Backend = backend_module.TritonBackend("cpu", backend_module.Chip("cuda", 90))
     return backend
-
-
-def entries(*block_ids: int) -> Tensor:
-    return torch.tensor([entry(block_id, Format.NATIVE) for block_id in block_ids], dtype=torch.int32)
-
-
-def noise_arena(num_layers: int = 3, num_slabs: int = 3) -> Tensor:
-    return torch.randint(0, 256, (num_layers, num_slabs, LAYOUT.slab_bytes), dtype=torch.uint8)
-
-
-def blocks_of(arena: Tensor) -> Tensor:
-    """Return a view [num_layers, num_slabs, slab_blocks, block_bytes]."""
-    return arena.view(*arena.shape[:2], LAYOUT.slab_blocks, -1)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +62,7 @@ def test_strided_keys_and_values(triton: Backend) -> None:
 
 
 def test_writing_no_token(triton: Backend) -> None:
-    arena = noise_arena(1)[0]
+    arena = noise_arena(LAYOUT, 1)[0]
     before, nothing = arena.clone(), torch.empty(0, 2, 80)
     triton.write_kv(arena, nothing, nothing, torch.empty(0, dtype=torch.int64), LAYOUT)
     assert torch.equal(arena, before)
@@ -84,7 +70,7 @@ def test_writing_no_token(triton: Backend) -> None:
 
 @pytest.mark.parametrize("slot", [-1, -(1 << 40), 3 * 256 * 16, 4 * 16, 1 << 40])
 def test_slot_outside_the_arena_is_skipped(triton: Backend, slot: int) -> None:
-    arena = noise_arena(1)[0]
+    arena = noise_arena(LAYOUT, 1)[0]
     tokens = torch.zeros(2, 2, 80)
     wanted = arena.clone()
     triton.write_kv(wanted, tokens[1:], tokens[1:], torch.tensor([20]), LAYOUT)
@@ -93,33 +79,33 @@ def test_slot_outside_the_arena_is_skipped(triton: Backend, slot: int) -> None:
 
 
 def test_copy_copies_every_layer_and_nothing_else(triton: Backend) -> None:
-    arena = noise_arena()
-    wanted = blocks_of(arena).clone()
+    arena = noise_arena(LAYOUT)
+    wanted = blocks_of(arena, LAYOUT).clone()
     wanted[:, 2, 1], wanted[:, 0, 3] = wanted[:, 0, 0], wanted[:, 1, 2]
     triton.copy_blocks(arena, entries(0, 256 + 2), entries(512 + 1, 3), LAYOUT)
-    assert torch.equal(blocks_of(arena), wanted)
+    assert torch.equal(blocks_of(arena, LAYOUT), wanted)
 
 
 def test_zero_clears_every_layer_and_nothing_else(triton: Backend) -> None:
-    arena = noise_arena()
-    wanted = blocks_of(arena).clone()
+    arena = noise_arena(LAYOUT)
+    wanted = blocks_of(arena, LAYOUT).clone()
     wanted[:, 2, 3], wanted[:, 0, 0] = 0, 0
     triton.zero_blocks(arena, entries(512 + 3, 0), LAYOUT)
-    assert torch.equal(blocks_of(arena), wanted)
+    assert torch.equal(blocks_of(arena, LAYOUT), wanted)
 
 
 @pytest.mark.parametrize("bad", [8 + 1, 8 * 4, 8 * 3 * 256, -8, -(1 << 31)])
 def test_bad_entries_are_skipped(triton: Backend, bad: int) -> None:
-    arena = noise_arena()
-    before, bad_entry = blocks_of(arena).clone(), torch.tensor([bad], dtype=torch.int32)
+    arena = noise_arena(LAYOUT)
+    before, bad_entry = blocks_of(arena, LAYOUT).clone(), torch.tensor([bad], dtype=torch.int32)
     triton.copy_blocks(arena, entries(1), bad_entry, LAYOUT)
     triton.copy_blocks(arena, bad_entry, entries(1), LAYOUT)
     triton.zero_blocks(arena, bad_entry, LAYOUT)
-    assert torch.equal(blocks_of(arena), before)
+    assert torch.equal(blocks_of(arena, LAYOUT), before)
 
 
 def test_no_entries(triton: Backend) -> None:
-    arena = noise_arena()
+    arena = noise_arena(LAYOUT)
     before = arena.clone()
     triton.copy_blocks(arena, entries(), entries(), LAYOUT)
     triton.zero_blocks(arena, entries(), LAYOUT)
@@ -150,7 +136,7 @@ def test_backend_of_gpus() -> None:
 
 def test_unsupported_shapes_name_what_is_wrong(triton: Backend) -> None:
     params, one = AttentionParams(0.1), torch.zeros(1, dtype=torch.int64)
-    arena = noise_arena()[0]
+    arena = noise_arena(LAYOUT)[0]
 
     def warm_up(layout: KVLayout, num_heads: int = 2, params: AttentionParams = params) -> None:
         triton.warm_up(layout, num_heads, params)
