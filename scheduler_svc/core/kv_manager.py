@@ -142,6 +142,10 @@ class KVManager:
         is_last_full = (seq.num_computed_tokens + num_tokens) % self.block_size == 0
         return Growth(new_entries, () if is_last_full else new_entries[-1:], copied)
 
+    def can_fork(self, parent: Seq, child: Seq) -> bool:
+        """Return whether `child` can write on in a copy of the parent's block in which its last known token lies."""
+        return True
+
     def fork(self, parent: Seq, child: Seq) -> None:
         """Share the parent's blocks with `child`, which computes the last known token of both again.
 

@@ -118,6 +118,11 @@ class MixedKVManager(KVManager):
             self._due[seq] = None
         return growth
 
+    def can_fork(self, parent: Seq, child: Seq) -> bool:
+        """Return whether that block is native still; a parent that knows more tokens may have narrowed it."""
+        tail_idx, num_tail_tokens = divmod(len(child.token_ids) - 1, self.block_size)
+        return num_tail_tokens == 0 or parent.table[tail_idx].fmt is Format.NATIVE
+
     def fork(self, parent: Seq, child: Seq) -> None:
         """Share the parent's blocks with `child`; see KVManager.fork."""
         KVManager.fork(self, parent, child)

@@ -143,11 +143,12 @@ class StepPlanner:
     def _fork_unforked(self, parent: Seq) -> None:
         """Let the sequences that waited for the parent's prompt share it; they are planned from the next step on.
 
-        Where rows are short they queue like everybody else, and find the prompt in the cache.
+        Where rows are short, or the prompt's tail cannot be written on, they queue like everybody else, and find the
+        prompt in the cache.
         """
         lane, job = self._lane, parent.job
         for child in job.unforked:
-            if lane.num_rows < lane.max_num_seqs:
+            if lane.num_rows < lane.max_num_seqs and lane.kv.can_fork(parent, child):
                 lane.kv.fork(parent, child)
                 child.state, child.lane_id = SeqState.RUNNING, lane.lane_id
                 lane.decoding[child.seq_id] = child

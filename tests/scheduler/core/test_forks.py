@@ -1,7 +1,16 @@
 """Samples of one request share the KV of its prompt."""
 
-from scheduler_svc.core.types import Entry, FinishReason
-from tests.scheduler.core.helpers import entries, make_cell, make_request, make_spec, plan
+from scheduler_svc.core.precision import parse_policy
+from scheduler_svc.core.types import Delivered, Entry, FinishReason
+from tests.scheduler.core.helpers import (
+    entries,
+    expected_of,
+    make_cell,
+    make_mixed_spec,
+    make_request,
+    make_spec,
+    plan,
+)
 
 
 def test_samples_share_the_prompt_and_copy_its_tail() -> None:
@@ -44,3 +53,15 @@ def test_the_leader_may_be_aborted_before_the_others_forked() -> None:
     cell.run_to_end()
     cell.check_texts()
     assert cell.end("a", 1).finish_reason is FinishReason.LENGTH
+
+
+def test_sample_does_not_write_on_in_a_prompts_tail_that_another_narrowed() -> None:
+    cell = make_cell(make_mixed_spec(), precision=parse_policy("native:1,int8"))
+    request = make_request("a", range(10), n=3, max_tokens=12)
+    request.delivered[0] = Delivered(tuple(expected_of(request)[:8]))
+    cell.submit(request)
+    plan(cell)  # four blocks of the first sample's 18 tokens
+    second = plan(cell)  # its last two; two blocks are narrowed, the one with the prompt's tail among them
+    assert len(second.ops.requantize) == 2
+    cell.run_to_end()
+    cell.check_texts()
