@@ -114,7 +114,7 @@ class Engine:
             max_model_len=self.limits.max_model_len,
             block_size=self.limits.block_size,
             vocab_size=self.config.vocab_size,
-            entries=EntryBounds(self.plan.num_slabs, self.plan.served_places_per_slab),
+            entries=EntryBounds(self.plan.num_slabs, self.plan.places_per_slab),
         )
         return StepRunner(Mirror(limits), self._compute, self._sampler)
 

@@ -15,13 +15,14 @@ from bench.compare import CompareSettings, run_comparison
 from bench.redis_server import RedisServer
 from bench.report import Finding, at_most, percentile, say, spread
 from protos.block_hash import BlockHash
-from scheduler_svc.core.types import LaneId
+from scheduler_svc.core.types import Encoding, Format, LaneId
 from scheduler_svc.index.redis import RedisIndex
 from scheduler_svc.index.redis_url import parse_redis_url
 from scheduler_svc.timing import IndexTiming, monotonic_ms
 
 INSTANCE = LaneId("a-host-name-1234-0f3b9a77")  # as long as a worker's
 OTHER = LaneId("a-host-name-5678-1c2d3e4f")
+NATIVE = Encoding(Format.NATIVE, 0)
 PREFIX_BLOCKS, LOOKUPS = 128, 500
 STORED_BLOCKS = 50_000
 POLL_S = 0.001
@@ -72,7 +73,7 @@ async def measure(settings: CompareSettings, repeats: int) -> list[Finding]:
                 empty_bytes = used_bytes(server)
                 hashes = random_hashes(STORED_BLOCKS)
                 begin_s, cpu_s = time.perf_counter(), time.process_time()
-                index.publish(INSTANCE, hashes)
+                index.publish(INSTANCE, dict.fromkeys(hashes, NATIVE))
                 await settle(index)
                 took_s = time.perf_counter() - begin_s
                 written_per_s.append(STORED_BLOCKS / took_s)
@@ -86,7 +87,7 @@ async def measure(settings: CompareSettings, repeats: int) -> list[Finding]:
                 p99_ms.append(percentile(times_ms, 0.99))
                 cpu_ms.append(one_cpu_ms)
                 num_keys = int(server.ask("DBSIZE"))
-                index.publish(OTHER, hashes)
+                index.publish(OTHER, dict.fromkeys(hashes, NATIVE))
                 await settle(index)
                 both_bytes = (used_bytes(server) - empty_bytes) / STORED_BLOCKS
                 for lane_id in (INSTANCE, OTHER):

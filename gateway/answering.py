@@ -17,7 +17,7 @@ from gateway.settings import GatewaySettings
 from gateway.shapes import Shape
 from gateway.streaming import StreamedReply, WholeReply
 from gateway.tokenizer import ModelTokenizer
-from protos import scheduler_pb2
+from protos import common_pb2, scheduler_pb2
 
 MAX_SUBMIT_BYTES = 16 * 1024 * 1024
 
@@ -98,6 +98,10 @@ async def respond(
     return WholeReply(reply, shape)
 
 
+def _precision_floor(name: str | None) -> common_pb2.KvFormat.ValueType | None:
+    return None if name is None else common_pb2.KvFormat.Value(f"KV_FORMAT_{name.upper()}")
+
+
 def _submit(
     request: GenerateRequest, request_id: str, token_ids: list[int], limits: Limits, param: str
 ) -> scheduler_pb2.Submit:
@@ -109,6 +113,7 @@ def _submit(
         n=request.n,
         priority=request.priority,
         cache_salt=request.cache_salt,
+        kv_precision_floor=_precision_floor(request.kv_precision_floor),
     )
     if (num_bytes := submit.ByteSize()) > MAX_SUBMIT_BYTES:
         raise InvalidRequestError(

@@ -16,7 +16,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from protos import scheduler_pb2
+from protos import common_pb2, scheduler_pb2
 
 # A series with the time of birth for each counter would double the page.
 disable_created_metrics()  # type: ignore[no-untyped-call]  # the library has no types for it
@@ -35,6 +35,7 @@ _REQUEST_BUCKETS = (
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 _FINISHED_REASONS = ("stop", "length", "abort", "error")
+_FORMATS = [name.removeprefix("KV_FORMAT_").lower() for name in common_pb2.KvFormat.keys()]  # noqa: SIM118  # it is not a mapping
 
 
 class RequestMetrics:
@@ -131,6 +132,17 @@ class CellCollector(Collector):
             ("quire_output_tokens", "Output tokens of the whole cell.", stats.num_output_tokens_total),
             ("quire_steps", "Steps that workers ran.", stats.num_steps_total),
             ("quire_evicted_blocks", "Cached blocks that were overwritten.", stats.num_evicted_blocks_total),
+            (
+                "quire_demoted_blocks",
+                "Blocks put in a narrower format because of their age.",
+                stats.num_demoted_blocks_total,
+            ),
+            (
+                "quire_pressed_blocks",
+                "Blocks narrowed beyond their age because room was short.",
+                stats.num_pressed_blocks_total,
+            ),
+            ("quire_moved_blocks", "Blocks put elsewhere to empty a slab.", stats.num_moved_blocks_total),
             ("quire_worker_losses", "Workers that were lost.", stats.num_worker_losses_total),
         ):
             metric = CounterMetricFamily(name, text, labels=["model_name"])
@@ -172,6 +184,9 @@ def _kv_usage(lanes: Sequence[scheduler_pb2.LaneStats]) -> float:
 
 def _lane_metrics(lanes: Sequence[scheduler_pb2.LaneStats]) -> Iterator[Metric]:
     blocks = GaugeMetricFamily("quire_kv_blocks", "KV blocks of a worker, by state.", labels=["worker", "state"])
+    formats = GaugeMetricFamily(
+        "quire_kv_format_blocks", "Blocks that sequences hold, by format.", labels=["worker", "format"]
+    )
     slots = GaugeMetricFamily("quire_kv_slots", "Token slots of decoding sequences.", labels=["worker", "state"])
     running = GaugeMetricFamily("quire_worker_running_seqs", "Sequences on a worker.", labels=["worker"])
     in_flight = GaugeMetricFamily("quire_worker_steps_in_flight", "Steps sent and not answered.", labels=["worker"])
@@ -183,12 +198,14 @@ def _lane_metrics(lanes: Sequence[scheduler_pb2.LaneStats]) -> Iterator[Metric]:
         blocks.add_metric([worker, "cached"], lane.num_cached_blocks)
         blocks.add_metric([worker, "quarantined"], lane.num_quarantined_blocks)
         blocks.add_metric([worker, "referenced"], max(0, lane.num_blocks - num_idle))
+        for name, num_blocks in zip(_FORMATS, lane.num_referenced_blocks, strict=False):
+            formats.add_metric([worker, name], num_blocks)
         slots.add_metric([worker, "allocated"], lane.num_allocated_slots)
         slots.add_metric([worker, "used"], lane.num_used_slots)
         running.add_metric([worker], lane.num_running_seqs)
         in_flight.add_metric([worker], lane.num_steps_in_flight)
         step.add_metric([worker], lane.last_step_ms / 1000)
-    yield from (blocks, slots, running, in_flight, step)
+    yield from (blocks, formats, slots, running, in_flight, step)
 
 
 class Metrics:

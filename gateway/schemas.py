@@ -147,6 +147,7 @@ class GenerateRequest(_Body):
     stream_options: StreamOptions | None = None
     priority: int = Field(0, ge=_INT32_MIN, le=_INT32_MAX)
     cache_salt: str = Field("", max_length=1024)
+    kv_precision_floor: Literal["native", "int8", "fp8", "k8v4", "int4"] | None = None
 
     @property
     def include_usage(self) -> bool:

@@ -88,6 +88,36 @@ ERROR_CODE_INTERNAL: ErrorCode.ValueType  # 5
 """500: a step failed, or the sequence was lost too often"""
 Global___ErrorCode: _TypeAlias = ErrorCode  # noqa: Y015
 
+class _KvFormat:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _KvFormatEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KvFormat.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    KV_FORMAT_NATIVE: _KvFormat.ValueType  # 0
+    """the compute dtype"""
+    KV_FORMAT_INT8: _KvFormat.ValueType  # 1
+    KV_FORMAT_FP8: _KvFormat.ValueType  # 2
+    """e4m3fn"""
+    KV_FORMAT_K8V4: _KvFormat.ValueType  # 3
+    """int8 keys, int4 values"""
+    KV_FORMAT_INT4: _KvFormat.ValueType  # 4
+
+class KvFormat(_KvFormat, metaclass=_KvFormatEnumTypeWrapper):
+    """How a KV block's bytes encode keys and values, from the widest to the narrowest: the code is part of every block-table
+    entry.
+    """
+
+KV_FORMAT_NATIVE: KvFormat.ValueType  # 0
+"""the compute dtype"""
+KV_FORMAT_INT8: KvFormat.ValueType  # 1
+KV_FORMAT_FP8: KvFormat.ValueType  # 2
+"""e4m3fn"""
+KV_FORMAT_K8V4: KvFormat.ValueType  # 3
+"""int8 keys, int4 values"""
+KV_FORMAT_INT4: KvFormat.ValueType  # 4
+Global___KvFormat: _TypeAlias = KvFormat  # noqa: Y015
+
 @_typing.final
 class Error(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor

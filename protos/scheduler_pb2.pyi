@@ -115,8 +115,8 @@ class Submit(_message.Message):
     """It was submitted in an earlier session: where it is not known any more it goes past the queue's bound, and before
     all that is new.
     """
-    kv_precision_floor: _builtins.int
-    """format code: its blocks are kept in nothing narrower; absent: no wish"""
+    kv_precision_floor: _common_pb2.KvFormat.ValueType
+    """its blocks are kept in nothing narrower; absent: no wish"""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """the prompt"""
@@ -141,7 +141,7 @@ class Submit(_message.Message):
         cache_salt: _builtins.str = ...,
         skip_cache_read: _builtins.bool = ...,
         is_resubmit: _builtins.bool = ...,
-        kv_precision_floor: _builtins.int | None = ...,
+        kv_precision_floor: _common_pb2.KvFormat.ValueType | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_kv_precision_floor", b"_kv_precision_floor", "_remaining_deadline_ms", b"_remaining_deadline_ms", "kv_precision_floor", b"kv_precision_floor", "remaining_deadline_ms", b"remaining_deadline_ms", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -342,6 +342,7 @@ class RegisterRequest(_message.Message):
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
     BLOCKS_PER_SLAB_FIELD_NUMBER: _builtins.int
+    RECIPE_VERSIONS_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """protos.channel.PROTOCOL_VERSION; another one is refused"""
     address: _builtins.str
@@ -367,6 +368,10 @@ class RegisterRequest(_message.Message):
         native alone.
         """
 
+    @_builtins.property
+    def recipe_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """By format code likewise: blocks of one format that were made by different recipes do not stand for each other."""
+
     def __init__(
         self,
         *,
@@ -381,10 +386,11 @@ class RegisterRequest(_message.Message):
         max_num_seqs: _builtins.int = ...,
         max_num_batched_tokens: _builtins.int = ...,
         blocks_per_slab: _abc.Iterable[_builtins.int] | None = ...,
+        recipe_versions: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks_per_slab", b"blocks_per_slab", "instance_id", b"instance_id", "lane_epoch", b"lane_epoch", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "native_blocks_per_slab", b"native_blocks_per_slab", "num_slabs", b"num_slabs", "protocol_version", b"protocol_version", "slab_bytes", b"slab_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks_per_slab", b"blocks_per_slab", "instance_id", b"instance_id", "lane_epoch", b"lane_epoch", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "native_blocks_per_slab", b"native_blocks_per_slab", "num_slabs", b"num_slabs", "protocol_version", b"protocol_version", "recipe_versions", b"recipe_versions", "slab_bytes", b"slab_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -556,6 +562,9 @@ class CellStats(_message.Message):
     UPTIME_MS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     SHARED_INDEX_FIELD_NUMBER: _builtins.int
+    NUM_DEMOTED_BLOCKS_TOTAL_FIELD_NUMBER: _builtins.int
+    NUM_PRESSED_BLOCKS_TOTAL_FIELD_NUMBER: _builtins.int
+    NUM_MOVED_BLOCKS_TOTAL_FIELD_NUMBER: _builtins.int
     num_waiting_seqs: _builtins.int
     num_running_seqs: _builtins.int
     prefix_cache_queries_total: _builtins.int
@@ -571,6 +580,12 @@ class CellStats(_message.Message):
     num_worker_losses_total: _builtins.int
     uptime_ms: _builtins.int
     draining: _builtins.bool
+    num_demoted_blocks_total: _builtins.int
+    """put in a narrower format because of their age"""
+    num_pressed_blocks_total: _builtins.int
+    """narrowed beyond their age because room was short"""
+    num_moved_blocks_total: _builtins.int
+    """put elsewhere to empty a slab"""
     @_builtins.property
     def lanes(self) -> _containers.RepeatedCompositeFieldContainer[Global___LaneStats]: ...
     @_builtins.property
@@ -594,10 +609,13 @@ class CellStats(_message.Message):
         uptime_ms: _builtins.int = ...,
         draining: _builtins.bool = ...,
         shared_index: Global___SharedIndexStats | None = ...,
+        num_demoted_blocks_total: _builtins.int = ...,
+        num_pressed_blocks_total: _builtins.int = ...,
+        num_moved_blocks_total: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["shared_index", b"shared_index"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "lanes", b"lanes", "num_evicted_blocks_total", b"num_evicted_blocks_total", "num_output_tokens_total", b"num_output_tokens_total", "num_preemptions_total", b"num_preemptions_total", "num_prompt_tokens_total", b"num_prompt_tokens_total", "num_running_seqs", b"num_running_seqs", "num_steps_total", b"num_steps_total", "num_waiting_seqs", b"num_waiting_seqs", "num_worker_losses_total", b"num_worker_losses_total", "prefix_cache_hits_total", b"prefix_cache_hits_total", "prefix_cache_queries_total", b"prefix_cache_queries_total", "shared_index", b"shared_index", "uptime_ms", b"uptime_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "lanes", b"lanes", "num_demoted_blocks_total", b"num_demoted_blocks_total", "num_evicted_blocks_total", b"num_evicted_blocks_total", "num_moved_blocks_total", b"num_moved_blocks_total", "num_output_tokens_total", b"num_output_tokens_total", "num_preemptions_total", b"num_preemptions_total", "num_pressed_blocks_total", b"num_pressed_blocks_total", "num_prompt_tokens_total", b"num_prompt_tokens_total", "num_running_seqs", b"num_running_seqs", "num_steps_total", b"num_steps_total", "num_waiting_seqs", b"num_waiting_seqs", "num_worker_losses_total", b"num_worker_losses_total", "prefix_cache_hits_total", b"prefix_cache_hits_total", "prefix_cache_queries_total", b"prefix_cache_queries_total", "shared_index", b"shared_index", "uptime_ms", b"uptime_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -682,6 +700,7 @@ class LaneStats(_message.Message):
     NUM_USED_SLOTS_FIELD_NUMBER: _builtins.int
     NUM_STEPS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
     LAST_STEP_MS_FIELD_NUMBER: _builtins.int
+    NUM_REFERENCED_BLOCKS_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     address: _builtins.str
     num_running_seqs: _builtins.int
@@ -700,6 +719,10 @@ class LaneStats(_message.Message):
     num_steps_in_flight: _builtins.int
     last_step_ms: _builtins.float
     """duration of the last step applied, as the worker measured it"""
+    @_builtins.property
+    def num_referenced_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """blocks that sequences hold, by format code"""
+
     def __init__(
         self,
         *,
@@ -714,10 +737,11 @@ class LaneStats(_message.Message):
         num_used_slots: _builtins.int = ...,
         num_steps_in_flight: _builtins.int = ...,
         last_step_ms: _builtins.float = ...,
+        num_referenced_blocks: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "instance_id", b"instance_id", "last_step_ms", b"last_step_ms", "num_allocated_slots", b"num_allocated_slots", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_quarantined_blocks", b"num_quarantined_blocks", "num_running_seqs", b"num_running_seqs", "num_steps_in_flight", b"num_steps_in_flight", "num_used_slots", b"num_used_slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "instance_id", b"instance_id", "last_step_ms", b"last_step_ms", "num_allocated_slots", b"num_allocated_slots", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_quarantined_blocks", b"num_quarantined_blocks", "num_referenced_blocks", b"num_referenced_blocks", "num_running_seqs", b"num_running_seqs", "num_steps_in_flight", b"num_steps_in_flight", "num_used_slots", b"num_used_slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

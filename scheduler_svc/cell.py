@@ -57,6 +57,7 @@ class Cell:
                 max_queued_seqs=settings.max_queued_requests,
                 enable_prefix_caching=settings.enable_prefix_caching,
                 policy=SchedulingPolicy(settings.scheduling_policy),
+                precision=settings.precision(),
             ),
             index,
         )

@@ -303,4 +303,5 @@ def lane_spec_from_wire(registration: scheduler_pb2.RegisterRequest) -> types.La
             for fmt, num_blocks in zip(types.Format, registration.blocks_per_slab, strict=False)
             if fmt is not types.Format.NATIVE and num_blocks
         },
+        recipe_versions=dict(zip(types.Format, registration.recipe_versions, strict=False)),
     )

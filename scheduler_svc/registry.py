@@ -15,6 +15,8 @@ from protos import common_pb2, scheduler_pb2
 from protos.channel import PROTOCOL_VERSION
 from scheduler_svc import convert
 from scheduler_svc.cell import Cell
+from scheduler_svc.core.mixed_kv import stays_native
+from scheduler_svc.core.precision import PrecisionError
 from scheduler_svc.core.types import LaneId
 from scheduler_svc.errors import RegistrationRefusedError, WorkerUnreachableError
 from scheduler_svc.lane_driver import LaneDriver, LaneFencedError, LaneIdentity, LaneLostError, WorkerLink
@@ -25,6 +27,8 @@ logger = logging.getLogger(__name__)
 # What all workers of a cell must agree on. The core counts in these, or cached blocks would not be what they are said
 # to be.
 _SHARED_MODEL_FIELDS = ("fingerprint", "block_size", "max_model_len", "vocab_size", "dtype", "kv_cache_dtype")
+# What `--kv-cache-dtype` wants of workers, where it names a dtype.
+_DTYPES = {name: name for name in ("bfloat16", "float16", "float32")} | {"bf16": "bfloat16", "fp16": "float16"}
 
 
 class AllLanesFencedError(Exception):
@@ -130,6 +134,10 @@ class Registry:
             if getattr(message, name) == 0:
                 raise RegistrationRefusedError(f"{name} is 0")
         self._check_model(message.model)
+        try:
+            self._cell.core.max_seq_tokens(convert.lane_spec_from_wire(message))
+        except PrecisionError as error:
+            raise RegistrationRefusedError(str(error)) from None
         known = self._lanes.get(identity.lane_id)
         if known is not None and known.driver.identity.address != identity.address:
             raise RegistrationRefusedError(
@@ -146,6 +154,11 @@ class Registry:
         for name in ("block_size", "max_model_len", "vocab_size"):
             if getattr(model, name) == 0:
                 raise RegistrationRefusedError(f"the model's {name} is 0")
+        wanted = _DTYPES.get(self._cell.settings.kv_cache_dtype)
+        if wanted not in (None, model.kv_cache_dtype):
+            raise RegistrationRefusedError(
+                f"--kv-cache-dtype: the cell wants {wanted}, the worker's native KV is {model.kv_cache_dtype}"
+            )
         if self._cell.model is None:
             return
         for name in _SHARED_MODEL_FIELDS:
@@ -172,7 +185,13 @@ class Registry:
         if previous is not None:
             self._lose(previous, "the worker registered again")
         spec = convert.lane_spec_from_wire(message)
-        self.kv_capacity_tokens = max(self.kv_capacity_tokens, spec.num_blocks * spec.block_size)
+        self.kv_capacity_tokens = max(self.kv_capacity_tokens, self._cell.core.max_seq_tokens(spec))
+        if stays_native(spec, self._cell.settings.precision()):
+            logger.warning(
+                "lane %s: its KV arena of %d slabs is too small for several formats, all blocks stay native",
+                identity.lane_id,
+                spec.num_slabs,
+            )
         if self._cell.model is None:
             self._cell.model = message.model
             self._on_model()

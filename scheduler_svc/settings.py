@@ -1,11 +1,12 @@
 """The scheduler's settings: flags, or `QUIRE_*` variables or files with the same names. Imports nothing heavy."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from protos.settings import ServiceSettings
+from scheduler_svc.core.precision import PrecisionError, PrecisionPolicy, parse_policy, policy_of_dtype
 from scheduler_svc.index.redis_url import parse_redis_url
 
 
@@ -44,6 +45,21 @@ class SchedulerSettings(ServiceSettings):
         default=True,
         description="reuse the KV of prompt prefixes that were computed before, instead of computing them again",
     )
+    kv_cache_dtype: str = Field(
+        default="auto",
+        description="formats of KV blocks, by name: auto, int8, fp8, k8v4 (int8 keys, int4 values), int4 or mixed (by "
+        "age); bfloat16, float16 and float32 are auto, but refuse workers of another --dtype",
+    )
+    kv_precision_policy: str = Field(
+        default="",
+        description="formats of KV blocks from the newest to the oldest, each but the last with its number of blocks, "
+        "such as native:16,int8:48,int4; empty: what --kv-cache-dtype names",
+    )
+    kv_precision_floor: str = Field(
+        default="",
+        description="narrowest format that blocks may be put in when memory is short, before a request gives way; "
+        "empty: the policy's last",
+    )
     redis_url: str = Field(
         default="",
         description="Redis in which cells tell one another which prefixes they hold: redis://, rediss://, unix://, "
@@ -58,6 +74,23 @@ class SchedulerSettings(ServiceSettings):
         ge=0,
         description="seconds that running requests get to finish after SIGTERM; what is left then is ended",
     )
+
+    @model_validator(mode="after")
+    def _check_precision(self) -> Self:
+        self.precision()
+        return self
+
+    def precision(self) -> PrecisionPolicy:
+        """Return the formats that KV blocks are kept in. Raises ValueError where the settings make no sense."""
+        floor = self.kv_precision_floor or None
+        try:
+            if not self.kv_precision_policy:
+                return policy_of_dtype(self.kv_cache_dtype, floor)
+            if self.kv_cache_dtype != "auto":
+                raise ValueError("--kv-cache-dtype names a precision policy itself: give that or --kv-precision-policy")
+            return parse_policy(self.kv_precision_policy, floor)
+        except PrecisionError as error:
+            raise ValueError(str(error)) from None
 
     @field_validator("redis_url")
     @classmethod

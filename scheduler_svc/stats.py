@@ -36,6 +36,9 @@ def cell_stats(
         num_worker_losses_total=counters.worker_losses,
         uptime_ms=uptime_ms,
         draining=is_draining,
+        num_demoted_blocks_total=counters.demoted_blocks,
+        num_pressed_blocks_total=counters.pressed_blocks,
+        num_moved_blocks_total=counters.moved_blocks,
         shared_index=_shared_index_stats(shared_index) if shared_index is not None else None,
     )
 
@@ -69,6 +72,7 @@ def _lane_stats(cell: Cell, lane: Lane) -> scheduler_pb2.LaneStats:
         num_free_blocks=figures.num_free_blocks,
         num_cached_blocks=figures.num_cached_blocks,
         num_quarantined_blocks=figures.num_quarantined_blocks,
+        num_referenced_blocks=figures.num_referenced_blocks,
         num_allocated_slots=figures.num_allocated_slots,
         num_used_slots=figures.num_used_slots,
         num_steps_in_flight=figures.num_steps_in_flight,

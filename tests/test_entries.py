@@ -1,13 +1,16 @@
-"""Scheduler and kernels may not import each other, and must read block-table entries alike."""
+"""Scheduler and kernels may not import each other, and must read block-table entries alike; gateways name formats."""
 
 import pytest
 
 from kernels import formats
+from protos import common_pb2
 from scheduler_svc.core import arena, types
 
 
 def test_format_codes_are_the_same() -> None:
-    assert {fmt.name: fmt.value for fmt in types.Format} == {fmt.name: fmt.value for fmt in formats.Format}
+    codes = {fmt.name: fmt.value for fmt in formats.Format}
+    assert {fmt.name: fmt.value for fmt in types.Format} == codes
+    assert {name.removeprefix("KV_FORMAT_"): code for name, code in common_pb2.KvFormat.items()} == codes
 
 
 def test_slabs_are_the_same_stride_apart() -> None:

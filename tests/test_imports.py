@@ -40,6 +40,8 @@ LIGHT_FILES = (
     "gateway/settings.py",
     "scheduler_svc/settings.py",
     "scheduler_svc/index/redis_url.py",
+    "scheduler_svc/core/precision.py",
+    "scheduler_svc/core/types.py",
     "worker_svc/settings.py",
     "kernels/__init__.py",
 )

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from kernels.formats import RECIPES, Format
 from protos.channel import PROTOCOL_VERSION
 from protos.scheduler_pb2 import RegisterRequest
 from worker_svc.assembly import LoadedWorker
@@ -78,6 +79,8 @@ def make_offer(worker: LoadedWorker) -> RegisterRequest:
         num_slabs=worker.plan.num_slabs,
         slab_bytes=worker.plan.layout.slab_bytes,
         native_blocks_per_slab=worker.plan.layout.slab_blocks,
+        blocks_per_slab=[worker.plan.places_per_slab[fmt] for fmt in Format],
+        recipe_versions=[RECIPES[fmt].version for fmt in Format],
         max_num_seqs=worker.max_num_seqs,
         max_num_batched_tokens=worker.max_num_batched_tokens,
     )

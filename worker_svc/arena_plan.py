@@ -37,11 +37,6 @@ class ArenaPlan:
         return {fmt: self.layout.blocks_per_slab(fmt) for fmt in Format}
 
     @property
-    def served_places_per_slab(self) -> dict[Format, int]:
-        """Blocks a slab holds, for each format that a worker takes in its steps: native alone so far."""
-        return {Format.NATIVE: self.layout.blocks_per_slab(Format.NATIVE)}
-
-    @property
     def num_tokens(self) -> int:
         """Tokens whose native KV fits."""
         return self.num_blocks * self.layout.block_size

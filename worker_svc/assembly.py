@@ -87,7 +87,7 @@ def load_worker(settings: WorkerSettings) -> LoadedWorker:
         max_model_len=limits.max_model_len,
         block_size=limits.block_size,
         vocab_size=config.vocab_size,
-        entries=EntryBounds(plan.num_slabs, plan.served_places_per_slab),
+        entries=EntryBounds(plan.num_slabs, plan.places_per_slab),
         eos_token_ids=config.eos_token_ids,
     )
     model = ModelInfo(

@@ -26,6 +26,9 @@ class Compute(Protocol):
     def copy_blocks(self, src_entries: Sequence[int], dst_entries: Sequence[int]) -> None:
         """Copy blocks, in all layers."""
 
+    def requantize_blocks(self, src_entries: Sequence[int], dst_entries: Sequence[int]) -> None:
+        """Write blocks anew in narrower formats, in all layers."""
+
     def wait(self) -> None:
         """Wait until the device has done all that it was asked for."""
 
@@ -87,6 +90,11 @@ class ModelCompute:
     def copy_blocks(self, src_entries: Sequence[int], dst_entries: Sequence[int]) -> None:
         """See Compute."""
         self._backend.copy_blocks(self._arena, self._entries(src_entries), self._entries(dst_entries), self._layout)
+
+    def requantize_blocks(self, src_entries: Sequence[int], dst_entries: Sequence[int]) -> None:
+        """See Compute."""
+        sources, destinations = self._entries(src_entries), self._entries(dst_entries)
+        self._backend.requantize_blocks(self._arena, sources, destinations, self._layout)
 
     def wait(self) -> None:
         """See Compute."""

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from kernels.dispatch import Backend
+from kernels.formats import Format, KVLayout
 from worker_svc.arena_plan import ArenaPlan, plan_arena
 from worker_svc.compute import ModelCompute
 from worker_svc.entries import max_row_blocks
@@ -70,11 +71,16 @@ def make_sampler(vocab_size: int, device: torch.device) -> TokenSampler:
     return Sampler(vocab_size) if device.type == "cpu" else TorchSampler(vocab_size, device)
 
 
+def warm_up(backend: Backend, decoder: Decoder, layout: KVLayout) -> None:
+    """Compile, or load, the kernels for blocks of every format."""
+    backend.warm_up(layout, decoder.config.num_heads, decoder.attention_params, tuple(Format))
+
+
 def make_cpu_compute(decoder: Decoder, backend: Backend, limits: StepLimits, wish: MemoryWish) -> ModelCompute:
     """Return a compute in main memory, its kernels compiled. Raises OutOfMemoryAtStartError."""
     reserve_bytes = activation_bytes(decoder.config, limits.max_tokens, limits.max_rows)
     plan = _plan(cpu_budget(wish.kv_cache_memory, reserve_bytes), decoder, limits)
-    backend.warm_up(plan.layout, decoder.config.num_heads, decoder.attention_params)
+    warm_up(backend, decoder, plan.layout)
     return ModelCompute(decoder, backend, plan, plan.allocate(decoder.device))
 
 
@@ -137,7 +143,7 @@ class GpuBuilder:
         # All layers share the bytes of one: what they hold does not matter here.
         one_layer = ArenaPlan(1, num_slabs, layout).allocate(decoder.device)
         arena = one_layer.expand(plan.num_layers, -1, -1)
-        self._backend.warm_up(layout, decoder.config.num_heads, decoder.attention_params)
+        warm_up(self._backend, decoder, layout)
         compute = ModelCompute(decoder, self._backend, plan, arena, self._parts.inputs)
         graphs = self._empty_graphs(buckets)
         # The largest brings the pool that all share, the next what each takes besides.
@@ -176,7 +182,7 @@ class GpuBuilder:
                 f"a KV arena of {plan.num_bytes:,} bytes cannot be had in one piece: lower --gpu-memory-utilization "
                 f"({first_line(error)})"
             ) from error
-        self._backend.warm_up(plan.layout, self._decoder.config.num_heads, self._decoder.attention_params)
+        warm_up(self._backend, self._decoder, plan.layout)
         compute = ModelCompute(self._decoder, self._backend, plan, arena, self._parts.inputs)
         if buckets:
             self.record(compute, buckets)

@@ -43,6 +43,25 @@ class EntryBounds:
             raise MalformedStepError(f"entry {array[wrong][0]} names no place of this worker's arena")
         return array
 
+    def check_copies(self, src_entries: Sequence[int], dst_entries: Sequence[int]) -> None:
+        """Raise MalformedStepError unless each source goes to a place of its own format."""
+        sources, destinations = self._check_pairs(src_entries, dst_entries)
+        if (sources & FORMAT_MASK != destinations & FORMAT_MASK).any():
+            raise MalformedStepError("a block would be copied to a place of another format")
+
+    def check_requantizations(self, src_entries: Sequence[int], dst_entries: Sequence[int]) -> None:
+        """Raise MalformedStepError unless each source goes to a place of a narrower format."""
+        sources, destinations = self._check_pairs(src_entries, dst_entries)
+        if (sources & FORMAT_MASK >= destinations & FORMAT_MASK).any():
+            raise MalformedStepError("a block would be requantized to a format that is not narrower")
+
+    def _check_pairs(
+        self, src_entries: Sequence[int], dst_entries: Sequence[int]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        if len(src_entries) != len(dst_entries):
+            raise MalformedStepError("block operations have sources and destinations of different number")
+        return self.check(src_entries), self.check(dst_entries)
+
 
 @dataclass(frozen=True, slots=True)
 class Seal:

@@ -72,7 +72,6 @@ class WorkerSettings(ServiceSettings):
     enforce_eager: bool = Field(
         False, description="launch every kernel of every step on a GPU, rather than record CUDA graphs of decode steps"
     )
-    kv_cache_dtype: str = Field("auto", description="format of KV in memory; auto: the compute dtype")
     tensor_parallel_size: int = Field(1, ge=1, description="GPUs that share the model's layers")
 
     @field_validator("device")
@@ -80,13 +79,6 @@ class WorkerSettings(ServiceSettings):
     def _check_device(cls, value: str) -> str:
         if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", value):
             raise ValueError(f"{value} is none of auto, cpu, cuda and cuda:N")
-        return value
-
-    @field_validator("kv_cache_dtype")
-    @classmethod
-    def _check_kv_cache_dtype(cls, value: str) -> str:
-        if value != "auto":
-            raise ValueError(f"{value} is not a KV format of this version: only auto is")
         return value
 
     @field_validator("tensor_parallel_size")

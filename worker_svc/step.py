@@ -16,7 +16,7 @@ from protos import worker_pb2 as pb
 from worker_svc.batch import StepBatch, build_batch
 from worker_svc.compute import Compute
 from worker_svc.entries import SealBook
-from worker_svc.errors import DeviceFaultError, MalformedStepError
+from worker_svc.errors import DeviceFaultError
 from worker_svc.mirror import Mirror, ScheduledRows
 from worker_svc.sampler import Choice, Logprobs, SamplingRow, TokenSampler
 
@@ -101,18 +101,18 @@ class StepRunner:
 
     def _run_ops(self, ops: pb.BlockOps) -> None:
         """Run a step's block operations; places that they write lose their seals first."""
-        if ops.requantize_src_entries or ops.requantize_dst_entries:
-            raise MalformedStepError("this worker has the native format alone, and nothing to requantize to")
-        for entries in (ops.zero_entries, ops.copy_src_entries, ops.copy_dst_entries):
-            self._mirror.limits.entries.check(entries)
-        if len(ops.copy_src_entries) != len(ops.copy_dst_entries):
-            raise MalformedStepError("copies have sources and destinations of different number")
-        self._seals.void(ops.zero_entries)
-        self._seals.void(ops.copy_dst_entries)
+        bounds = self._mirror.limits.entries
+        bounds.check(ops.zero_entries)
+        bounds.check_copies(ops.copy_src_entries, ops.copy_dst_entries)
+        bounds.check_requantizations(ops.requantize_src_entries, ops.requantize_dst_entries)
+        for written in (ops.zero_entries, ops.copy_dst_entries, ops.requantize_dst_entries):
+            self._seals.void(written)
         if ops.zero_entries:
             self._compute.zero_blocks(ops.zero_entries)
         if ops.copy_src_entries:
             self._compute.copy_blocks(ops.copy_src_entries, ops.copy_dst_entries)
+        if ops.requantize_src_entries:
+            self._compute.requantize_blocks(ops.requantize_src_entries, ops.requantize_dst_entries)
 
     def _sample(self, batch: StepBatch, logits: Tensor, result: pb.StepResult) -> None:
         mirror, slots = self._mirror, batch.sampling_slots.tolist()

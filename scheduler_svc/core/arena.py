@@ -9,7 +9,7 @@ Neither knows of steps: a place that a step in flight still names must not be gi
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -68,6 +68,9 @@ class Arena(Protocol):
     def num_blank(self) -> int:
         """What is blank of it, in native blocks."""
 
+    def in_native_blocks(self, num_blocks_of: Sequence[int]) -> int:
+        """Return the room that so many blocks of each format, by format code, take, in native blocks, rounded up."""
+
     def check_integrity(self, occupied: set[BlockId]) -> None:
         """Raise AssertionError unless these places are occupied and all others blank."""
 
@@ -105,6 +108,10 @@ class NativeArena:
     def num_blank(self) -> int:
         """Blank places."""
         return len(self._blank)
+
+    def in_native_blocks(self, num_blocks_of: Sequence[int]) -> int:
+        """See Arena."""
+        return num_blocks_of[Format.NATIVE]
 
     def check_integrity(self, occupied: set[BlockId]) -> None:
         """Raise AssertionError unless these places are occupied and all others blank."""
@@ -214,6 +221,11 @@ class SlabArena:
     def num_blocks(self) -> int:
         """Native blocks that fit when every slab is native."""
         return self.num_slabs * self.capacities[Format.NATIVE]
+
+    def in_native_blocks(self, num_blocks_of: Sequence[int]) -> int:
+        """See Arena."""
+        native = self.capacities[Format.NATIVE]
+        return sum(-(-num_blocks_of[fmt] * native // capacity) for fmt, capacity in self.capacities.items())
 
     @property
     def num_blank(self) -> int:

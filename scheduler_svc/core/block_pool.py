@@ -200,14 +200,17 @@ class BlockPool:
             return block
         return min(self._by_hash[block.block_hash], key=lambda copy: copy.fmt)
 
-    def restore(self, seals: Iterable[Seal]) -> list[BlockHash]:
-        """Take blocks over from a worker's manifest, as cached, before anything is allocated. Return their hashes."""
+    def restore(self, seals: Iterable[Seal]) -> dict[BlockHash, Format]:
+        """Take blocks over from a worker's manifest, as cached, before anything is allocated.
+
+        Return their hashes, each with the widest format in which there is a copy.
+        """
         by_entry = {seal.entry: seal for seal in seals}
         for entry in self.arena.claim(by_entry):
             block = self._block_at(block_id_of(entry), format_of(entry))
             self._cached[block] = None
             self._map(block, by_entry[entry].block_hash)
-        return list(self._by_hash)
+        return {block_hash: min(copy.fmt for copy in copies) for block_hash, copies in self._by_hash.items()}
 
     def _block_at(self, block_id: BlockId, fmt: Format) -> Block:
         """Return the block of a place that has just been occupied."""

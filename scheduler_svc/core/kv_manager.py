@@ -9,14 +9,15 @@ A block is written only while one sequence references it and it has no hash: the
 block goes to a copy.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from protos.block_hash import BlockHash
+from scheduler_svc.core.arena import format_of
 from scheduler_svc.core.block_pool import Block, BlockPool
 from scheduler_svc.core.sequence import Seq
-from scheduler_svc.core.types import Counters, Entry, Seal, StepId
+from scheduler_svc.core.types import Counters, Encoding, Entry, Format, Seal, StepId
 
 
 class Relocation(NamedTuple):
@@ -48,9 +49,10 @@ class KVManager:
     pool: BlockPool
     block_size: int
     enable_prefix_caching: bool
+    recipe_versions: Mapping[Format, int]  # of the worker; 0 where it says nothing
     num_reserved_blocks: int = 0
     new_seals: list[Seal] = field(default_factory=list)  # for the worker; the owner takes and clears them
-    new_hashes: list[BlockHash] = field(default_factory=list)  # for the index; likewise
+    new_hashes: dict[BlockHash, Encoding] = field(default_factory=dict)  # for the index; likewise
     relocations: list[Relocation] = field(default_factory=list)  # of the step being planned; likewise
     _computing: dict[BlockHash, Seq] = field(default_factory=dict)  # prompt blocks that a running sequence will seal
 
@@ -167,7 +169,7 @@ class KVManager:
             block, block_hash = seq.table[block_idx], hashes[block_idx]
             if block.block_hash is None:  # else a fork sealed it
                 if self.pool.seal(block, block_hash):
-                    self.new_hashes.append(block_hash)
+                    self.new_hashes[block_hash] = self._encoding(block.fmt)
                 self._seal_at_worker(block, block_hash)
             self._stop_computing(block_hash, seq)
         seq.num_sealed_blocks = num_full
@@ -186,6 +188,11 @@ class KVManager:
     def forget(self, relocations: Sequence[Relocation]) -> None:
         """Drop what relocated blocks hold: their steps failed. Nobody references them."""
 
+    def restore(self, seals: Iterable[Seal]) -> dict[BlockHash, Encoding]:
+        """Take over the blocks of a worker's manifest that are made as it makes them now; return them for the index."""
+        known = [seal for seal in seals if seal.recipe_version == self._encoding(format_of(seal.entry)).recipe_version]
+        return {block_hash: self._encoding(fmt) for block_hash, fmt in self.pool.restore(known).items()}
+
     def holders_of(self, block: Block) -> Iterable[Seq]:
         """Return the sequences whose tables a relocation of the block changes."""
         return ()
@@ -200,7 +207,10 @@ class KVManager:
 
     def _seal_at_worker(self, block: Block, block_hash: BlockHash) -> None:
         """Have the worker note what a block holds."""
-        self.new_seals.append(Seal(block.entry, block_hash))
+        self.new_seals.append(Seal(block.entry, block_hash, self._encoding(block.fmt).recipe_version))
+
+    def _encoding(self, fmt: Format) -> Encoding:
+        return Encoding(fmt, self.recipe_versions.get(fmt, 0))
 
     def _missing(self, seq: Seq, num_tokens: int) -> tuple[int, Block | None]:
         """Return how many blocks the next `num_tokens` add, and the block to copy before, if one must be."""

@@ -210,13 +210,16 @@ class Lane:
     def stats(self) -> LaneStats:
         """Return the lane's figures."""
         pool, block_size = self.kv.pool, self.kv.block_size
+        num_quarantined = pool.arena.in_native_blocks(pool.num_quarantined_of)
+        num_used = pool.num_blank + num_quarantined + pool.arena.in_native_blocks(pool.num_referenced)
         return LaneStats(
             lane_id=self.lane_id,
             num_running_seqs=self.num_rows,
             num_blocks=pool.num_blocks,
             num_free_blocks=pool.num_blank,
-            num_cached_blocks=pool.num_cached,
-            num_quarantined_blocks=pool.num_quarantined,
+            num_cached_blocks=max(0, pool.num_blocks - num_used),
+            num_quarantined_blocks=num_quarantined,
+            num_referenced_blocks=tuple(pool.num_referenced),
             num_allocated_slots=sum(len(seq.table) * block_size for seq in self.decoding.values()),
             num_used_slots=sum(seq.num_computed_tokens for seq in self.decoding.values()),
             num_steps_in_flight=len(self.in_flight),

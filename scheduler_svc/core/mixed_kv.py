@@ -21,7 +21,7 @@ from protos.block_hash import BlockHash
 from scheduler_svc.core.arena import NativeArena, SlabArena
 from scheduler_svc.core.block_pool import Block, BlockPool
 from scheduler_svc.core.kv_manager import Growth, KVManager, Relocation
-from scheduler_svc.core.precision import PrecisionError, PrecisionPolicy
+from scheduler_svc.core.precision import PrecisionError, PrecisionPolicy, name_of
 from scheduler_svc.core.pressure import PressureLadder
 from scheduler_svc.core.relocation import Relocator
 from scheduler_svc.core.sequence import Seq
@@ -149,7 +149,10 @@ class MixedKVManager(KVManager):
 
     def end_step(self, step_id: StepId, relocations: Sequence[Relocation]) -> None:
         """Seal at the worker what a step put in other places, now that it has been applied."""
-        self.new_seals += self.relocator.end_step(step_id, relocations)
+        for block in self.relocator.end_step(step_id, relocations):
+            assert block.block_hash is not None
+            KVManager._seal_at_worker(self, block, block.block_hash)
+            self.new_hashes[block.block_hash] = self._encoding(self.pool.best_copy(block).fmt)
 
     def forget(self, relocations: Sequence[Relocation]) -> None:
         """Drop what relocated blocks hold: their steps failed. Nobody references them."""
@@ -263,11 +266,12 @@ class MixedKVManager(KVManager):
         """Nothing is promised block by block."""
 
 
-def check_formats(spec: LaneSpec, precision: PrecisionPolicy) -> None:
-    """Raise PrecisionError when a worker lacks a format that the policy uses."""
-    for fmt in precision.formats:
-        if fmt not in spec.capacities:
-            raise PrecisionError(f"the worker has no {fmt.name.lower()} KV blocks, which the precision policy uses")
+def stays_native(spec: LaneSpec, precision: PrecisionPolicy) -> bool:
+    """Return whether a lane keeps all its blocks native though the policy would narrow them.
+
+    It does where the slabs that are kept free for narrowing would be a large part of a small pool.
+    """
+    return len(precision.formats) > 1 and spec.num_slabs < 2 * len(precision.formats) + 2
 
 
 def make_kv_manager(
@@ -275,18 +279,20 @@ def make_kv_manager(
 ) -> KVManager:
     """Return the manager of a new lane's blocks.
 
-    A pool of so few slabs that those kept free would be a large part of it stays native. Raises PrecisionError when the
-    worker lacks a format that the policy uses.
+    Raises PrecisionError when the worker lacks a format that the policy uses.
     """
-    check_formats(spec, precision)
-    if len(precision.formats) == 1 or spec.num_slabs < 2 * len(precision.formats) + 2:
+    for fmt in precision.formats:
+        if fmt not in spec.capacities:
+            raise PrecisionError(f"the worker has no {name_of(fmt)} KV blocks, which the precision policy uses")
+    if len(precision.formats) == 1 or stays_native(spec, precision):
         pool = BlockPool(NativeArena(spec.num_blocks, spec.blocks_per_slab))
-        return KVManager(pool, spec.block_size, enable_prefix_caching)
+        return KVManager(pool, spec.block_size, enable_prefix_caching, spec.recipe_versions)
     arena = SlabArena(spec.num_blocks // spec.blocks_per_slab, {fmt: spec.capacities[fmt] for fmt in precision.formats})
     return MixedKVManager(
         BlockPool(arena),
         spec.block_size,
         enable_prefix_caching,
+        spec.recipe_versions,
         arena=arena,
         max_chunk_blocks=-(-max_num_batched_tokens // spec.block_size),
     )

@@ -19,6 +19,9 @@ POLICY_OF_DTYPE = {
     "auto": "native",
     "bf16": "native",
     "fp16": "native",
+    "bfloat16": "native",
+    "float16": "native",
+    "float32": "native",
     "int8": "native:1,int8",
     "fp8": "native:1,fp8",
     "k8v4": "native:1,k8v4",
@@ -125,7 +128,7 @@ class _PolicyReader:
         if not self.tiers and fmt is not Format.NATIVE:
             raise self._error("it must begin with native, in which new blocks are written")
         if self.tiers and fmt <= self.tiers[-1].fmt:
-            raise self._error(f"{name} is not narrower than the {_name(self.tiers[-1].fmt)} before it")
+            raise self._error(f"{name} is not narrower than the {name_of(self.tiers[-1].fmt)} before it")
         self.tiers.append(Tier(fmt, self.from_age_blocks))
 
     def _error(self, reason: str) -> PrecisionError:
@@ -135,9 +138,9 @@ class _PolicyReader:
 def parse_format(name: str) -> Format:
     """Return the format of that name; raises PrecisionError."""
     for fmt in Format:
-        if _name(fmt) == name:
+        if name_of(fmt) == name:
             return fmt
-    raise PrecisionError(f"{name!r} is not a KV format: there are {', '.join(map(_name, Format))}")
+    raise PrecisionError(f"{name!r} is not a KV format: there are {', '.join(map(name_of, Format))}")
 
 
 def parse_policy(text: str, floor: str | None = None) -> PrecisionPolicy:
@@ -149,7 +152,7 @@ def parse_policy(text: str, floor: str | None = None) -> PrecisionPolicy:
     floor_format = tiers[-1].fmt if floor is None else parse_format(floor)
     if floor_format < tiers[-1].fmt:
         raise PrecisionError(
-            f"the precision floor {floor} is wider than {_name(tiers[-1].fmt)}, which the policy {text!r} uses anyway"
+            f"the precision floor {floor} is wider than {name_of(tiers[-1].fmt)}, which the policy {text!r} uses anyway"
         )
     return PrecisionPolicy(tiers, floor_format)
 
@@ -161,5 +164,6 @@ def policy_of_dtype(dtype: str, floor: str | None = None) -> PrecisionPolicy:
     return parse_policy(POLICY_OF_DTYPE[dtype], floor)
 
 
-def _name(fmt: Format) -> str:
+def name_of(fmt: Format) -> str:
+    """Return a format's name, as policies have it."""
     return fmt.name.lower()

@@ -1,14 +1,14 @@
-"""What the prefix index is told of a lane: blocks sealed, and blocks whose last copy was evicted."""
+"""What the prefix index is told of a lane: blocks sealed or narrowed, and blocks whose last copy was evicted."""
 
 from scheduler_svc.core.lane import Lane
 from scheduler_svc.core.state import State
 
 
 def publish_sealed(state: State, lane: Lane) -> None:
-    """Tell the index of the blocks sealed since the last call."""
+    """Tell the index of the blocks sealed, or narrowed, since the last call."""
     if lane.kv.new_hashes:
         state.index.publish(lane.lane_id, lane.kv.new_hashes)
-        lane.kv.new_hashes = []
+        lane.kv.new_hashes = {}
 
 
 def withdraw_evicted(state: State, lane: Lane) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from scheduler_svc.core.block_pool import Block, BlockPool
 from scheduler_svc.core.kv_manager import Relocation
 from scheduler_svc.core.sequence import Seq
-from scheduler_svc.core.types import Format, Seal, StepId
+from scheduler_svc.core.types import Format, StepId
 
 _NO_STEP = StepId(0)
 
@@ -69,13 +69,13 @@ class Relocator:
         self.relocations.append(Relocation(block, source, block.entry))
         return True
 
-    def end_step(self, step_id: StepId, relocations: Sequence[Relocation]) -> Iterable[Seal]:
-        """Take note that a step has been applied; returns what is sealed where it put it."""
-        for block, _, destination in relocations:
+    def end_step(self, step_id: StepId, relocations: Sequence[Relocation]) -> Iterable[Block]:
+        """Take note that a step has been applied; returns the sealed blocks that lie where it put them."""
+        for block, *_ in relocations:
             if self._moving.get(block) == step_id:
                 del self._moving[block]
                 if block.block_hash is not None:
-                    yield Seal(destination, block.block_hash)
+                    yield block
 
     def forget(self, relocations: Sequence[Relocation]) -> None:
         """Drop what relocated blocks hold: their steps failed. Nobody references them."""

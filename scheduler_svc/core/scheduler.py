@@ -15,8 +15,9 @@ from collections.abc import Iterable, Sequence
 
 from protos.block_hash import BlockHash
 from scheduler_svc.core import ends, losses, results, submission
+from scheduler_svc.core.kv_manager import KVManager
 from scheduler_svc.core.lane import Lane
-from scheduler_svc.core.mixed_kv import check_formats, make_kv_manager
+from scheduler_svc.core.mixed_kv import make_kv_manager
 from scheduler_svc.core.planner import StepPlanner
 from scheduler_svc.core.publication import withdraw_evicted
 from scheduler_svc.core.state import SchedulerConfig, State
@@ -43,19 +44,21 @@ class Scheduler:
 
     # ---- lanes
 
-    def check_formats(self, spec: LaneSpec) -> None:
-        """Raise PrecisionError when a worker lacks a format that the precision policy uses: it can have no lane."""
-        check_formats(spec, self._state.config.precision)
+    def max_seq_tokens(self, spec: LaneSpec) -> int:
+        """Return the tokens of the longest sequence that a worker's whole pool would hold.
+
+        Raises PrecisionError when the worker lacks a format that the precision policy uses: it can have no lane.
+        """
+        return self._make_kv_manager(spec).max_seq_tokens
 
     def add_lane(self, lane_id: LaneId, spec: LaneSpec) -> list[TokenRun]:
         """Add a worker. Returns the ends of queued requests that it shows can never be served.
 
-        Raises PrecisionError; see `check_formats`.
+        Raises PrecisionError; see `max_seq_tokens`.
         """
         state, config = self._state, self._state.config
         assert lane_id not in state.lanes
-        budget_tokens = min(spec.max_num_batched_tokens, config.max_num_batched_tokens or spec.max_num_batched_tokens)
-        kv = make_kv_manager(spec, config.precision, budget_tokens, config.enable_prefix_caching)
+        kv, budget_tokens = self._make_kv_manager(spec), self._budget_tokens(spec)
         state.lanes[lane_id] = Lane(
             lane_id,
             kv,
@@ -67,7 +70,7 @@ class Scheduler:
     def restore(self, lane_id: LaneId, seals: Iterable[Seal]) -> None:
         """Take over the sealed blocks of a worker's manifest, after add_lane and before the first plan."""
         if self._state.config.enable_prefix_caching:
-            self._state.index.publish(lane_id, self._state.lanes[lane_id].kv.pool.restore(seals))
+            self._state.index.publish(lane_id, self._state.lanes[lane_id].kv.restore(seals))
 
     def drop_lane(self, lane_id: LaneId) -> list[TokenRun]:
         """Remove a worker that is gone. Its sequences go back to the queue and finish elsewhere.
@@ -75,6 +78,15 @@ class Scheduler:
         One whose step was in flight at the third such loss in a row ends with an error. An unknown lane is ignored.
         """
         return losses.drop_lane(self._state, lane_id)
+
+    def _budget_tokens(self, spec: LaneSpec) -> int:
+        return min(
+            spec.max_num_batched_tokens, self._state.config.max_num_batched_tokens or spec.max_num_batched_tokens
+        )
+
+    def _make_kv_manager(self, spec: LaneSpec) -> KVManager:
+        config = self._state.config
+        return make_kv_manager(spec, config.precision, self._budget_tokens(spec), config.enable_prefix_caching)
 
     # ---- requests
 

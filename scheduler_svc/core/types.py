@@ -118,6 +118,7 @@ class LaneSpec:
     max_num_batched_tokens: int  # tokens a step
     max_model_len: int  # tokens, prompt and output together
     quantized_blocks_per_slab: Mapping[Format, int] = field(default_factory=dict)  # of the other formats that it has
+    recipe_versions: Mapping[Format, int] = field(default_factory=dict)  # how it makes them; 0 where nothing is said
 
     @property
     def num_slabs(self) -> int:
@@ -233,7 +234,7 @@ class Seal:
 
     entry: Entry
     block_hash: BlockHash
-    recipe_version: int = 0
+    recipe_version: int = 0  # of the entry's format
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,11 +293,18 @@ class TokenRun(NamedTuple):
 # ---- seams and figures
 
 
+class Encoding(NamedTuple):
+    """How a lane keeps a block; of several copies it is that of the widest."""
+
+    fmt: Format
+    recipe_version: int
+
+
 class PrefixIndex(Protocol):
     """Which lanes hold which blocks. What it says is a hint: the lane's own tables decide."""
 
-    def publish(self, lane_id: LaneId, block_hashes: Sequence[BlockHash]) -> None:
-        """Record that the lane holds these blocks."""
+    def publish(self, lane_id: LaneId, blocks: Mapping[BlockHash, Encoding]) -> None:
+        """Record that the lane holds these blocks, and how."""
 
     def withdraw(self, lane_id: LaneId, block_hashes: Sequence[BlockHash]) -> None:
         """Record that the lane holds these blocks no more; unknown ones are ignored."""
@@ -335,6 +343,7 @@ class LaneStats:
     num_free_blocks: int  # neither referenced nor cached
     num_cached_blocks: int  # cached, referenced by nobody
     num_quarantined_blocks: int
+    num_referenced_blocks: Sequence[int]  # by format code, each in blocks of its own
     num_allocated_slots: int  # of decoding rows
     num_used_slots: int
     num_steps_in_flight: int

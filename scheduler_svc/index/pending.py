@@ -5,7 +5,7 @@ turn comes. So changes of one block coalesce, what failed can be marked again wh
 holds then:
 
     publish, withdraw, drop ──mark──▶ marked ──────────────┐
-                                                           ├──take──▶ (lane, hash, is it held now?) ──▶ Redis
+                                                           ├──take──▶ (lane, hash, how it is held now) ──▶ Redis
     republish, renewal ─────────────▶ sweep: all that is held ┘
 """
 
@@ -14,16 +14,16 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from protos.block_hash import BlockHash
-from scheduler_svc.core.types import LaneId
+from scheduler_svc.core.types import Encoding, LaneId
 from scheduler_svc.index.memory import MemoryIndex
 
 
 class Write(NamedTuple):
-    """What is to be said of a block: whether the lane holds it."""
+    """What is to be said of a block: how the lane keeps it; None: it does not hold it."""
 
     lane_id: LaneId
     block_hash: BlockHash
-    is_held: bool
+    held: Encoding | None
 
 
 class PendingWrites:
@@ -71,7 +71,7 @@ class PendingWrites:
         writes: list[Write] = []
         while self._marked and len(writes) < max_writes:
             (lane_id, block_hash), _ = self._marked.popitem(last=False)
-            writes.append(Write(lane_id, block_hash, self._local.holds(lane_id, block_hash)))
+            writes.append(Write(lane_id, block_hash, self._local.held_by(lane_id, block_hash)))
         while not writes and (self._swept_hashes or self._swept_lanes):
             writes = self._take_swept(max_writes)
         return writes
@@ -84,10 +84,11 @@ class PendingWrites:
         lane_id, taken = self._swept_lane_id, self._swept_hashes[-max_writes:]
         del self._swept_hashes[-max_writes:]
         # What is gone since then has been marked, and that was written before the sweep went on.
-        return [Write(lane_id, block_hash, True) for block_hash in taken if self._local.holds(lane_id, block_hash)]
+        writes = [Write(lane_id, block_hash, self._local.held_by(lane_id, block_hash)) for block_hash in taken]
+        return [write for write in writes if write.held is not None]
 
     def _shrink(self) -> None:
-        withdrawals = [mark for mark in self._marked if not self._local.holds(*mark)]
+        withdrawals = [mark for mark in self._marked if self._local.held_by(*mark) is None]
         if len(withdrawals) > self._max_marks // 2:
             withdrawals = []
         self._marked = OrderedDict.fromkeys(withdrawals)

@@ -35,7 +35,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +50,7 @@ from redis.exceptions import (
 )
 
 from protos.block_hash import BlockHash
-from scheduler_svc.core.types import LaneId
+from scheduler_svc.core.types import Encoding, LaneId
 from scheduler_svc.index.breaker import Breaker
 from scheduler_svc.index.memory import MemoryIndex, prefix_lengths
 from scheduler_svc.index.pending import PendingWrites, Write
@@ -168,10 +168,10 @@ class RedisIndex:
 
     # ---- what the core calls: PrefixIndex
 
-    def publish(self, lane_id: LaneId, block_hashes: Sequence[BlockHash]) -> None:
-        """Record that the lane holds these blocks; saying so twice changes nothing."""
-        self._local.publish(lane_id, block_hashes)
-        self._mark(lane_id, block_hashes)
+    def publish(self, lane_id: LaneId, blocks: Mapping[BlockHash, Encoding]) -> None:
+        """Record that the lane holds these blocks, and how; saying so twice changes nothing."""
+        self._local.publish(lane_id, blocks)
+        self._mark(lane_id, blocks)
 
     def withdraw(self, lane_id: LaneId, block_hashes: Sequence[BlockHash]) -> None:
         """Record that the lane holds these blocks no more; unknown ones are ignored."""
@@ -238,7 +238,7 @@ class RedisIndex:
         for instance in instances:
             lane_id = LaneId(instance.decode())
             is_own = lane_id in self._announced
-            if self._local.holds(lane_id, block_hash) if is_own else lane_id in self.live:
+            if self._local.held_by(lane_id, block_hash) if is_own else lane_id in self.live:
                 holders.add(lane_id)
                 continue
             self.counters.stale_hints += 1
@@ -271,7 +271,7 @@ class RedisIndex:
 
     # ---- writing behind
 
-    def _mark(self, lane_id: LaneId, block_hashes: Sequence[BlockHash]) -> None:
+    def _mark(self, lane_id: LaneId, block_hashes: Iterable[BlockHash]) -> None:
         if lane_id not in self._announced:
             self._is_beat_due = True  # readers must know an instance before they see its blocks
         self._pending.mark(lane_id, block_hashes)

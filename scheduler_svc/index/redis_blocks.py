@@ -10,27 +10,25 @@ nobody has. In a cluster the keys lie on different nodes, where no script may to
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Protocol
 
 from protos.block_hash import BlockHash
-from scheduler_svc.core.types import Format
+from scheduler_svc.core.types import Encoding
 from scheduler_svc.index.pending import Write
 from scheduler_svc.index.redis_client import Command, RedisConnection
 
 KEY_PREFIX = b"quire:1:"  # with the version of what the keys mean
 _KEY_HASH_BYTES = 16
-_RECIPE_VERSION = 0
-_NATIVE = f"{Format.NATIVE.value}:{_RECIPE_VERSION}".encode()  # the one format that blocks have so far
 
 _WRITE_SCRIPT = """
 for i, key in ipairs(KEYS) do
-    local said = ARGV[i + 2]
-    local instance = string.sub(said, 2)
-    if string.sub(said, 1, 1) == '+' then
-        redis.call('HSET', key, instance, ARGV[2])
-        redis.call('PEXPIRE', key, ARGV[1])
-    else
+    local instance, held = ARGV[2 * i], ARGV[2 * i + 1]
+    if held == '' then
         redis.call('HDEL', key, instance)
+    else
+        redis.call('HSET', key, instance, held)
+        redis.call('PEXPIRE', key, ARGV[1])
     end
 end
 """
@@ -50,7 +48,7 @@ class BlockKeys(Protocol):
     max_writes: int  # of a batch that holds the event loop for about half a millisecond
 
     async def write(self, writes: Sequence[Write]) -> None:
-        """Say of each block whether the instance holds it."""
+        """Say of each block how the instance holds it, or that it does not."""
 
     async def read(self, block_hashes: Sequence[BlockHash]) -> list[list[bytes]]:
         """Return the instances of each block. What follows the first block without any may be left out."""
@@ -66,6 +64,11 @@ def block_key(block_hash: BlockHash) -> bytes:
     return KEY_PREFIX + b"block:" + block_hash[:_KEY_HASH_BYTES]
 
 
+@cache
+def _said_of(held: Encoding) -> bytes:
+    return b"%d:%d" % held
+
+
 class _ScriptedKeys:
     max_writes = 128
 
@@ -75,8 +78,8 @@ class _ScriptedKeys:
 
     async def write(self, writes: Sequence[Write]) -> None:
         keys = [block_key(write.block_hash) for write in writes]
-        said = [("+" if write.is_held else "-") + write.lane_id for write in writes]
-        await self._connection.pipelined([("EVAL", _WRITE_SCRIPT, len(keys), *keys, self._ttl_ms, _NATIVE, *said)])
+        said = [part for write in writes for part in (write.lane_id, _said_of(write.held) if write.held else b"")]
+        await self._connection.pipelined([("EVAL", _WRITE_SCRIPT, len(keys), *keys, self._ttl_ms, *said)])
 
     async def read(self, block_hashes: Sequence[BlockHash]) -> list[list[bytes]]:
         keys = [block_key(block_hash) for block_hash in block_hashes]
@@ -96,8 +99,8 @@ class _PipelinedKeys:
         commands: list[Command] = []
         for write in writes:
             key = block_key(write.block_hash)
-            if write.is_held:
-                commands += (("HSET", key, write.lane_id, _NATIVE), ("PEXPIRE", key, self._ttl_ms))
+            if write.held:
+                commands += (("HSET", key, write.lane_id, _said_of(write.held)), ("PEXPIRE", key, self._ttl_ms))
             else:
                 commands.append(("HDEL", key, write.lane_id))
         await self._connection.pipelined(commands)

@@ -61,6 +61,7 @@ def test_too_little_memory_names_what_is_needed() -> None:
         (("--tensor-parallel-size", "4"), "--tensor-parallel-size"),
         (("--no-such-flag",), "--no-such-flag"),
         (("--redis-url", "cache:6379"), "--redis-url"),
+        (("--kv-cache-dtype", "fp4"), "'fp4' is not a KV cache dtype"),
     ],
 )
 def test_wrong_flag_is_named(flags: tuple[str, ...], names: str) -> None:

@@ -121,10 +121,12 @@ async def test_sampling_parameters_reach_the_scheduler(cell: Cell) -> None:
         logit_bias={"5": -100, "6": 1.5},
         priority=-3,
         cache_salt="salt",
+        kv_precision_floor="k8v4",
     )
     submit = cell.scheduler.submits[0]
     assert submit.priority == -3
     assert submit.cache_salt == "salt"
+    assert submit.kv_precision_floor == common_pb2.KV_FORMAT_K8V4
     assert submit.sampling == common_pb2.SamplingParams(
         temperature=0.5,
         top_p=0.5,

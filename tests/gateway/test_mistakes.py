@@ -85,6 +85,7 @@ async def post(cell: Cell, path: str, content: bytes) -> tuple[int, dict[str, An
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"priority": 2**31}, "priority"),
         ({"cache_salt": 5}, "cache_salt"),
+        ({"kv_precision_floor": "int3"}, "kv_precision_floor"),
         ({"messages": []}, "messages"),
         ({"messages": "hi"}, "messages"),
         ({"messages": None}, "messages"),

@@ -3,11 +3,11 @@
 import asyncio
 import gc
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from protos.block_hash import BlockHash
-from scheduler_svc.core.types import LaneId
+from scheduler_svc.core.types import Encoding, Format, LaneId
 from scheduler_svc.index.redis import RedisIndex
 from scheduler_svc.index.redis_url import parse_redis_url
 from scheduler_svc.timing import IndexTiming, monotonic_ms
@@ -24,6 +24,14 @@ PATIENT = replace(TIMING, lookup_ms=120_000, answer_ms=120_000)
 
 def chain(name: str, num_blocks: int) -> list[BlockHash]:
     return [BlockHash(f"{idx}-{name}".encode().ljust(32)) for idx in range(num_blocks)]
+
+
+NATIVE = Encoding(Format.NATIVE, 0)
+
+
+def native(block_hashes: Iterable[BlockHash]) -> dict[BlockHash, Encoding]:
+    """Return what is published of native blocks."""
+    return dict.fromkeys(block_hashes, NATIVE)
 
 
 class SharedIndexes:

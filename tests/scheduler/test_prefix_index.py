@@ -13,7 +13,7 @@ from scheduler_svc.core.types import LaneId, PrefixIndex
 from scheduler_svc.index.memory import MemoryIndex
 
 from .redis_servers import ClusterDeployment, RedisServer, RedisServers, SentinelDeployment
-from .shared_indexes import A, B, C, SharedIndexes, chain, seen_by, settled
+from .shared_indexes import A, B, C, SharedIndexes, chain, native, seen_by, settled
 
 DEPLOYMENTS = ("plain", "password", "socket", "tls", "sentinel", "cluster")
 PASSWORD = "p@ss/word"
@@ -99,44 +99,44 @@ async def test_empty_index_knows_nothing(subject: Subject) -> None:
 
 
 async def test_no_hashes_have_no_holder(subject: Subject) -> None:
-    subject.index.publish(A, chain("x", 3))
+    subject.index.publish(A, native(chain("x", 3)))
     assert await subject.lengths([]) == {}
 
 
 async def test_each_lane_has_its_own_length(subject: Subject) -> None:
     hashes = chain("x", 4)
-    subject.index.publish(A, hashes[:1])
-    subject.index.publish(B, hashes[:3])
-    subject.index.publish(C, hashes)
+    subject.index.publish(A, native(hashes[:1]))
+    subject.index.publish(B, native(hashes[:3]))
+    subject.index.publish(C, native(hashes))
     assert await subject.lengths(hashes) == {A: 1, B: 3, C: 4}
     assert await subject.lengths(hashes[:2]) == {A: 1, B: 2, C: 2}
 
 
 async def test_prefix_ends_at_the_first_block_that_is_missing(subject: Subject) -> None:
     hashes = chain("x", 4)
-    subject.index.publish(A, [hashes[0], hashes[1], hashes[3]])
+    subject.index.publish(A, native([hashes[0], hashes[1], hashes[3]]))
     assert await subject.lengths(hashes) == {A: 2}
 
 
 async def test_lane_without_the_first_block_is_not_named(subject: Subject) -> None:
     hashes = chain("x", 3)
-    subject.index.publish(A, hashes[1:])
-    subject.index.publish(B, hashes)
+    subject.index.publish(A, native(hashes[1:]))
+    subject.index.publish(B, native(hashes))
     assert await subject.lengths(hashes) == {B: 3}
 
 
 async def test_publishing_again_changes_nothing(subject: Subject) -> None:
     hashes = chain("x", 2)
-    subject.index.publish(A, hashes)
-    subject.index.publish(A, hashes)
+    subject.index.publish(A, native(hashes))
+    subject.index.publish(A, native(hashes))
     subject.index.withdraw(A, hashes[1:])
     assert await subject.lengths(hashes) == {A: 1}
 
 
 async def test_withdrawn_blocks_are_gone_from_that_lane_alone(subject: Subject) -> None:
     hashes = chain("x", 3)
-    subject.index.publish(A, hashes)
-    subject.index.publish(B, hashes)
+    subject.index.publish(A, native(hashes))
+    subject.index.publish(B, native(hashes))
     assert await subject.lengths(hashes) == {A: 3, B: 3}
     subject.index.withdraw(A, hashes[1:])
     assert await subject.lengths(hashes) == {A: 1, B: 3}
@@ -145,7 +145,7 @@ async def test_withdrawn_blocks_are_gone_from_that_lane_alone(subject: Subject) 
 async def test_withdrawing_the_unknown_is_ignored(subject: Subject) -> None:
     hashes = chain("x", 2)
     subject.index.withdraw(A, hashes)
-    subject.index.publish(A, hashes)
+    subject.index.publish(A, native(hashes))
     subject.index.withdraw(A, chain("y", 1))
     subject.index.withdraw(B, hashes)
     assert await subject.lengths(hashes) == {A: 2}
@@ -153,33 +153,33 @@ async def test_withdrawing_the_unknown_is_ignored(subject: Subject) -> None:
 
 async def test_dropped_lane_is_forgotten_and_may_come_back(subject: Subject) -> None:
     hashes = chain("x", 2)
-    subject.index.publish(A, hashes)
-    subject.index.publish(B, hashes)
+    subject.index.publish(A, native(hashes))
+    subject.index.publish(B, native(hashes))
     subject.index.drop_lane(A)
     subject.index.drop_lane(A)
     assert await subject.lengths(hashes) == {B: 2}
-    subject.index.publish(A, hashes[:1])
+    subject.index.publish(A, native(hashes[:1]))
     assert await subject.lengths(hashes) == {A: 1, B: 2}
 
 
 async def test_two_chains_do_not_mix(subject: Subject) -> None:
-    subject.index.publish(A, chain("x", 2))
-    subject.index.publish(A, chain("y", 2))
+    subject.index.publish(A, native(chain("x", 2)))
+    subject.index.publish(A, native(chain("y", 2)))
     assert await subject.lengths([chain("x", 1)[0], *chain("y", 2)]) == {A: 3}
     assert await subject.lengths(chain("z", 2)) == {}
 
 
 async def test_long_prefixes_are_found_whole(subject: Subject) -> None:
     hashes = chain("x", 500)
-    subject.index.publish(A, hashes)
-    subject.index.publish(B, hashes[:300])
+    subject.index.publish(A, native(hashes))
+    subject.index.publish(B, native(hashes[:300]))
     assert await subject.lengths(hashes) == {A: 500, B: 300}
 
 
 def test_nothing_is_kept_in_memory_of_what_is_gone() -> None:
     index = MemoryIndex()
-    index.publish(A, chain("x", 3))
-    index.publish(B, chain("x", 3))
+    index.publish(A, native(chain("x", 3)))
+    index.publish(B, native(chain("x", 3)))
     index.withdraw(A, chain("x", 3))
     index.drop_lane(A)
     index.drop_lane(B)

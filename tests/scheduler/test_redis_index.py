@@ -14,7 +14,7 @@ from scheduler_svc.index.redis_blocks import block_key
 
 from .conftest import until
 from .redis_servers import ClusterDeployment, RedisServer, RedisServers, SentinelDeployment, make_certificate
-from .shared_indexes import PATIENT, TIMING, A, B, SharedIndexes, chain, seen_by, settled
+from .shared_indexes import PATIENT, TIMING, A, B, SharedIndexes, chain, native, seen_by, settled
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def assert_troubles(caplog: pytest.LogCaptureFixture, *ends: str) -> None:
 async def test_block_is_one_small_key(server: RedisServer, indexes: SharedIndexes) -> None:
     index = indexes.start(server.url)
     (block_hash,) = chain("x", 1)
-    index.publish(A, [block_hash])
+    index.publish(A, native([block_hash]))
     await settled(index)
     assert server.ask("KEYS", "*block*") == [b"quire:1:block:" + block_hash[:16]]
     assert server.ask("HGETALL", block_key(block_hash)) == {b"a": b"0:0"}
@@ -69,7 +69,7 @@ async def test_block_is_one_small_key(server: RedisServer, indexes: SharedIndexe
 
 async def test_lookup_is_one_command(server: RedisServer, indexes: SharedIndexes) -> None:
     index = indexes.start(server.url)
-    index.publish(A, chain("x", 128))
+    index.publish(A, native(chain("x", 128)))
     await settled(index)
     before = server.calls("eval")
     assert await index.lookup(chain("x", 128)) == {A: 128}
@@ -78,7 +78,7 @@ async def test_lookup_is_one_command(server: RedisServer, indexes: SharedIndexes
 
 async def test_lookup_stops_at_the_first_block_that_nobody_has(server: RedisServer, indexes: SharedIndexes) -> None:
     index = indexes.start(server.url)
-    index.publish(A, chain("x", 3))
+    index.publish(A, native(chain("x", 3)))
     await settled(index)
     before = server.calls("hkeys")
     assert await index.lookup(chain("x", 128)) == {A: 3}
@@ -90,7 +90,7 @@ async def test_writes_are_batched_and_behind(server: RedisServer, indexes: Share
     await settled(index)
     before = server.calls("eval")
     for block_hash in chain("x", 1000):
-        index.publish(A, [block_hash])
+        index.publish(A, native([block_hash]))
     assert index.num_pending_writes == 1000
     assert index.longest_prefix(chain("x", 1000)) == {A: 1000}, "the core need not wait for it"
     await settled(index)
@@ -101,7 +101,7 @@ async def test_write_is_pending_until_it_is_confirmed(server: RedisServer, index
     index = indexes.start(server.url, timing=replace(TIMING, answer_ms=200, beat_ms=60_000))
     await settled(index)
     server.pause()
-    index.publish(A, chain("x", 3))
+    index.publish(A, native(chain("x", 3)))
     seen = set()
 
     def is_given_up() -> bool:
@@ -114,7 +114,7 @@ async def test_write_is_pending_until_it_is_confirmed(server: RedisServer, index
 
 async def test_keys_that_are_held_are_renewed(server: RedisServer, indexes: SharedIndexes) -> None:
     index = indexes.start(server.url, timing=replace(TIMING, renew_ms=50))
-    index.publish(A, chain("x", 1))
+    index.publish(A, native(chain("x", 1)))
     await is_published(server, A, "x", 1)
     key = block_key(chain("x", 1)[0])
     server.ask("PEXPIRE", key, 60_000)
@@ -140,7 +140,7 @@ async def test_instance_that_comes_during_a_beat_is_live_before_its_blocks_are_w
     def come(loads: dict[LaneId, int]) -> None:
         if index.is_up and B not in loads:
             loads[B] = 0
-            index.publish(B, chain("x", 1))
+            index.publish(B, native(chain("x", 1)))
 
     with server.watched() as next_command:
         index = indexes.start(server.url, loads={A: 0}, on_beat=come)
@@ -156,8 +156,8 @@ async def test_dead_instance_is_ignored_then_cleaned(server: RedisServer, indexe
     dying = mortal.start(server.url, "cell-1", {A: 0}, replace(TIMING, live_ttl_ms=500))
     living = indexes.start(server.url, "cell-2", {B: 0})
     hashes = chain("x", 3)
-    dying.publish(A, hashes)
-    living.publish(B, hashes[:1])
+    dying.publish(A, native(hashes))
+    living.publish(B, native(hashes[:1]))
     await settled(dying)
     await settled(living)
     assert await seen_by(living, hashes, (A, B)) == {A: 3, B: 1}
@@ -172,7 +172,7 @@ async def test_dead_instance_is_ignored_then_cleaned(server: RedisServer, indexe
 
 async def test_false_claim_of_an_own_instance_is_taken_back(server: RedisServer, indexes: SharedIndexes) -> None:
     index = indexes.start(server.url)
-    index.publish(A, chain("x", 1))
+    index.publish(A, native(chain("x", 1)))
     await settled(index)
     server.ask("HSET", block_key(chain("x", 2)[1]), A, "0:0")
     assert await index.lookup(chain("x", 2)) == {A: 1}
@@ -182,13 +182,13 @@ async def test_false_claim_of_an_own_instance_is_taken_back(server: RedisServer,
 async def test_waiting_request_learns_what_another_cell_holds(server: RedisServer, indexes: SharedIndexes) -> None:
     here = indexes.start(server.url, "cell-1", {A: 0})
     there = indexes.start(server.url, "cell-2", {B: 0})
-    here.publish(A, chain("x", 1))
-    there.publish(B, chain("x", 3))
+    here.publish(A, native(chain("x", 1)))
+    there.publish(B, native(chain("x", 3)))
     await settled(there)
     await until(lambda: {A, B} <= set(here.live))
     here.look_elsewhere(lambda: chain("x", 3))
     await until(lambda: here.counters.longer_elsewhere == 1)
-    here.publish(A, chain("x", 3))
+    here.publish(A, native(chain("x", 3)))
     here.look_elsewhere(lambda: chain("x", 3))
     await until(lambda: here.counters.lookups == 2)
     assert here.counters.longer_elsewhere == 1
@@ -206,7 +206,7 @@ async def test_lookup_that_meets_nonsense_is_not_the_last(
 ) -> None:
     here = indexes.start(server.url, "cell-1", {A: 0})
     there = indexes.start(server.url, "cell-2", {B: 0})
-    there.publish(B, chain("x", 3))
+    there.publish(B, native(chain("x", 3)))
     await settled(there)
     server.ask("HSET", block_key(chain("nonsense", 1)[0]), b"\xff", "0:0")
     await until(lambda: B in here.live)
@@ -229,8 +229,8 @@ async def test_every_cell_publishes_again_after_a_flush(
 ) -> None:
     first = indexes.start(server.url, "cell-1", {A: 0})
     second = indexes.start(server.url, "cell-2", {B: 0})
-    first.publish(A, chain("x", 300))
-    second.publish(B, chain("y", 300))
+    first.publish(A, native(chain("x", 300)))
+    second.publish(B, native(chain("y", 300)))
     await settled(first)
     await settled(second)
     server.ask("FLUSHALL")
@@ -244,11 +244,11 @@ async def test_killed_server_costs_nothing_and_is_filled_again(
     server: RedisServer, indexes: SharedIndexes, caplog: pytest.LogCaptureFixture
 ) -> None:
     index = indexes.start(server.url)
-    index.publish(A, chain("x", 300))
+    index.publish(A, native(chain("x", 300)))
     await settled(index)
     server.kill()
     await until(lambda: not index.is_up)
-    index.publish(A, chain("y", 10))
+    index.publish(A, native(chain("y", 10)))
     index.withdraw(A, chain("x", 1))
     assert index.longest_prefix(chain("y", 10)) == {A: 10}
     assert await index.lookup(chain("y", 10)) is None
@@ -266,7 +266,7 @@ async def test_withdrawals_of_an_outage_reach_a_server_that_forgot_nothing(
     server: RedisServer, indexes: SharedIndexes
 ) -> None:
     index = indexes.start(server.url, timing=replace(TIMING, answer_ms=200))
-    index.publish(A, chain("x", 3))
+    index.publish(A, native(chain("x", 3)))
     await settled(index)
     server.pause()
     await until(lambda: not index.is_up)
@@ -297,7 +297,7 @@ async def test_server_that_hangs_is_an_outage_until_it_goes_on(
     await settled(index)
     server.pause()
     await until(lambda: not index.is_up)
-    index.publish(A, chain("x", 2))
+    index.publish(A, native(chain("x", 2)))
     server.resume()
     await settled(index)
     assert await index.lookup(chain("x", 2)) == {A: 2}
@@ -311,7 +311,7 @@ async def test_full_server_is_an_outage_until_there_is_room(
     await settled(index)
     server.ask("CONFIG", "SET", "maxmemory", "1")
     await until(lambda: not index.is_up)
-    index.publish(A, chain("x", 2))
+    index.publish(A, native(chain("x", 2)))
     server.ask("CONFIG", "SET", "maxmemory", "0")
     await settled(index)
     assert await index.lookup(chain("x", 2)) == {A: 2}
@@ -325,7 +325,7 @@ async def test_read_only_replica_is_an_outage_until_it_is_promoted(
     server.ask("REPLICAOF", "127.0.0.1", str(master.port))
     index = indexes.start(server.url)
     await until(lambda: len(troubles(caplog)) == 1)
-    index.publish(A, chain("x", 2))
+    index.publish(A, native(chain("x", 2)))
     server.ask("REPLICAOF", "NO", "ONE")
     await settled(index)
     assert await index.lookup(chain("x", 2)) == {A: 2}
@@ -337,7 +337,7 @@ async def test_wrong_password_is_told_and_not_shown(
 ) -> None:
     server = servers.start("--requirepass", "right", password="right")
     index = indexes.start(f"redis://:wrong-secret@127.0.0.1:{server.port}")
-    index.publish(A, chain("x", 1))
+    index.publish(A, native(chain("x", 1)))
     await until(lambda: len(troubles(caplog)) == 1)
     assert not index.is_up
     assert index.longest_prefix(chain("x", 1)) == {A: 1}
@@ -370,7 +370,7 @@ async def test_server_may_come_later(
 ) -> None:
     server.kill()
     index = indexes.start(server.url)
-    index.publish(A, chain("x", 2))
+    index.publish(A, native(chain("x", 2)))
     await until(lambda: len(troubles(caplog)) == 1)
     server.start()
     await settled(index)
@@ -392,7 +392,7 @@ async def test_mistake_of_our_own_ends_nothing(
 async def test_sentinel_names_the_new_master(servers: RedisServers, indexes: SharedIndexes) -> None:
     deployment = SentinelDeployment(servers)
     index = indexes.start(deployment.url, timing=replace(TIMING, max_backoff_ms=200))
-    index.publish(A, chain("x", 300))
+    index.publish(A, native(chain("x", 300)))
     await settled(index)
     deployment.master.kill()
     await until(lambda: deployment.replica.ask("ROLE")[0] == b"master", seconds=60)
@@ -404,7 +404,7 @@ async def test_sentinel_names_the_new_master(servers: RedisServers, indexes: Sha
 async def test_cluster_is_whole_again_when_its_node_is(servers: RedisServers, indexes: SharedIndexes) -> None:
     deployment = ClusterDeployment(servers)
     index = indexes.start(deployment.url, timing=replace(TIMING, max_backoff_ms=200))
-    index.publish(A, chain("x", 100))
+    index.publish(A, native(chain("x", 100)))
     await settled(index)
     deployment.nodes[0].kill()
     await until(lambda: not index.is_up)
@@ -421,7 +421,7 @@ async def test_cluster_may_come_later(
     for node in deployment.nodes:
         node.kill()
     index = indexes.start(deployment.url, timing=replace(TIMING, max_backoff_ms=200))
-    index.publish(A, chain("x", 100))
+    index.publish(A, native(chain("x", 100)))
     await until(lambda: len(troubles(caplog)) == 1)
     assert_troubles(caplog, "cannot be reached")
     assert "Traceback" not in caplog.text

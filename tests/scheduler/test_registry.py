@@ -76,6 +76,28 @@ async def test_worker_that_offers_nothing_is_refused(cell: LoopbackCell, field: 
     assert field in details
 
 
+async def test_worker_without_a_format_of_the_policy_is_refused(cell: LoopbackCell) -> None:
+    await cell.start(kv_cache_dtype="int8")
+    code, details = await refusal(await cell.make_worker(), cell, blocks_per_slab=[16, 0, 31])
+    assert code == grpc.StatusCode.FAILED_PRECONDITION
+    assert "no int8 KV blocks" in details
+
+
+async def test_worker_of_another_native_dtype_than_asked_for_is_refused(cell: LoopbackCell) -> None:
+    await cell.start(kv_cache_dtype="fp16")
+    code, details = await refusal(await cell.make_worker(), cell)
+    assert code == grpc.StatusCode.FAILED_PRECONDITION
+    assert "the cell wants float16, the worker's native KV is float32" in details
+
+
+async def test_capacity_counts_narrowed_blocks(cell: LoopbackCell) -> None:
+    await cell.start(kv_cache_dtype="int8")
+    worker = await cell.make_worker()
+    await worker.register(cell.address, blocks_per_slab=[16, 31])
+    num_slabs = worker.num_slabs
+    assert num_slabs * 16 * 16 < cell.server.registry.kv_capacity_tokens < num_slabs * 31 * 16
+
+
 async def test_wrong_token_is_refused(cell: LoopbackCell) -> None:
     await cell.start(cluster_token="secret")
     code, _ = await refusal(await cell.make_worker(token="guess"), cell)

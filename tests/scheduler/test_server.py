@@ -140,6 +140,10 @@ async def test_listening_beyond_this_machine_needs_a_token() -> None:
         (["--no-such-flag"], "--no-such-flag"),
         (["--host", "0.0.0.0"], "--host"),
         (["--redis-url", "cache:6379"], "--redis-url"),
+        (["--kv-cache-dtype", "int3"], "'int3' is not a KV cache dtype"),
+        (["--kv-precision-policy", "int8,native"], "'int8,native' makes no sense"),
+        (["--kv-precision-policy", "native:1,int8", "--kv-cache-dtype", "int4"], "--kv-precision-policy"),
+        (["--kv-cache-dtype", "int4", "--kv-precision-floor", "int8"], "floor int8 is wider than int4"),
     ],
 )
 def test_mistake_is_one_line_that_names_the_flag(

@@ -85,6 +85,9 @@ class FakeCompute:
             for offset in range(BLOCK_SIZE):
                 self.slots[(zeroed >> 3) * BLOCK_SIZE + offset] = 0
 
+    def requantize_blocks(self, src_entries: Sequence[int], dst_entries: Sequence[int]) -> None:
+        self.copy_blocks(src_entries, dst_entries)  # what a format keeps is no concern of a step's
+
     def copy_blocks(self, src_entries: Sequence[int], dst_entries: Sequence[int]) -> None:
         for src, dst in zip(src_entries, dst_entries, strict=True):
             for offset in range(BLOCK_SIZE):
@@ -98,7 +101,7 @@ def make_limits(max_num_seqs: int = 4, max_model_len: int = 64) -> MirrorLimits:
         max_model_len=max_model_len,
         block_size=BLOCK_SIZE,
         vocab_size=VOCAB_SIZE,
-        entries=EntryBounds(PLAN.num_slabs, PLAN.served_places_per_slab),
+        entries=EntryBounds(PLAN.num_slabs, PLAN.places_per_slab),
         eos_token_ids=(EOS,),
     )
 

@@ -99,9 +99,7 @@ def make_builder(decoder: Decoder, machine: Machine, limits: StepLimits = LIMITS
 def make_runner(decoder: Decoder, machine: Machine) -> StepRunner:
     plan = ArenaPlan(decoder.config.num_layers, 8, decoder.layout(LIMITS.block_size, slab_blocks=4))
     compute = make_builder(decoder, machine).build(plan, BUCKETS)
-    limits = MirrorLimits(
-        6, LIMITS.max_model_len, LIMITS.block_size, VOCAB_SIZE, EntryBounds(8, plan.served_places_per_slab)
-    )
+    limits = MirrorLimits(6, LIMITS.max_model_len, LIMITS.block_size, VOCAB_SIZE, EntryBounds(8, plan.places_per_slab))
     return StepRunner(Mirror(limits), compute, TorchSampler(VOCAB_SIZE, CPU))
 
 

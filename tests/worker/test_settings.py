@@ -22,7 +22,6 @@ def test_flags_and_variables_have_the_same_names(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--kv-cache-dtype", "int8"], "--kv-cache-dtype: int8 is not a KV format of this version"),
         (["--tensor-parallel-size", "2"], "--tensor-parallel-size: 2 GPUs a worker"),
         (["--block-size", "12"], "--block-size"),
         (["--device", "gpu"], "--device: gpu is none of auto, cpu, cuda and cuda:N"),

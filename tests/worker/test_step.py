@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kernels.formats import PLACES_PER_SLAB, Format, entry
 from protos import worker_pb2 as pb
 from tests.worker.fakes import (
     EOS,
@@ -129,9 +130,42 @@ def test_malformed_step_fails_as_a_whole() -> None:
     assert "sequence 8" in result.error
 
 
-def test_requantizing_is_refused() -> None:
-    ops = pb.BlockOps(requantize_src_entries=entries_of(1), requantize_dst_entries=entries_of(2))
-    assert make_runner().run(pb.StepRequest(ops=ops)).status == pb.STEP_STATUS_FAILED
+def test_step_of_operations_alone_narrows_a_block_of_a_row_that_sits_out() -> None:
+    compute = FakeCompute()
+    runner = make_runner(compute)
+    prompt = [*range(20, 30)]
+    runner.run(pb.StepRequest(new_rows=[new_row(1, prompt, entries_of(0, 1))]))
+    narrowed = entry(5 * PLACES_PER_SLAB, Format.INT8)
+    ops = pb.BlockOps(requantize_src_entries=entries_of(0), requantize_dst_entries=[narrowed])
+    patches = pb.EntryPatches(seq_ids=[1], block_idxs=[0], entries=[narrowed])
+    result = runner.run(pb.StepRequest(patches=patches, ops=ops))
+    assert (result.status, compute.num_waits) == (pb.STEP_STATUS_OK, 1)
+    compute.zero_blocks(entries_of(0))
+    assert tokens_of(runner.run(pb.StepRequest(continued=continued(1)))) == {1: greedy_continuation(prompt, 2)[1]}
+
+
+def test_place_that_is_narrowed_into_loses_the_seals_of_its_slab() -> None:
+    runner = make_runner()
+    runner.run(pb.StepRequest(seals=seals(*((entry_of(idx), HASH) for idx in (0, 1, 4)))))
+    ops = pb.BlockOps(requantize_src_entries=entries_of(4), requantize_dst_entries=[entry(2, Format.INT8)])
+    runner.run(pb.StepRequest(ops=ops))
+    assert sealed_entries(runner) == entries_of(4)
+
+
+@pytest.mark.parametrize(
+    "ops",
+    [
+        pb.BlockOps(requantize_src_entries=entries_of(1), requantize_dst_entries=entries_of(2)),
+        pb.BlockOps(requantize_src_entries=[9], requantize_dst_entries=entries_of(2)),
+        pb.BlockOps(requantize_src_entries=entries_of(1)),
+        pb.BlockOps(copy_src_entries=entries_of(1), copy_dst_entries=[entry(256, Format.INT8)]),
+        pb.BlockOps(copy_src_entries=entries_of(1)),
+    ],
+)
+def test_senseless_operation_is_refused(ops: pb.BlockOps) -> None:
+    result = make_runner().run(pb.StepRequest(ops=ops))
+    assert result.status == pb.STEP_STATUS_FAILED
+    assert "MalformedStepError" in result.error
 
 
 def test_operation_outside_the_arena_is_refused() -> None:

@@ -108,7 +108,7 @@ def test_a_block_released_again_waits_for_the_later_step() -> None:
 def test_restored_blocks_are_cached_and_the_rest_blank() -> None:
     pool = make_pool(3)
     hashes = pool.restore([Seal(Entry(8), hash_of(1)), Seal(Entry(16), hash_of(2))])
-    assert hashes == [hash_of(1), hash_of(2)]
+    assert hashes == {hash_of(1): Format.NATIVE, hash_of(2): Format.NATIVE}
     assert (pool.num_blank, pool.num_cached) == (1, 2)
     found = pool.find(hash_of(2))
     assert found is not None
@@ -187,7 +187,7 @@ def test_blocks_of_several_formats_are_restored() -> None:
         Seal(entry_of(BlockId(1), Format.NATIVE), hash_of(1)),
         Seal(entry_of(BlockId(258), Format.INT8), hash_of(2)),
     ]
-    assert pool.restore(seals) == [hash_of(1), hash_of(2)]
+    assert pool.restore(seals) == {hash_of(1): Format.NATIVE, hash_of(2): Format.INT8}
     found = pool.find(hash_of(2))
     assert found is not None
     assert (found.block_id, found.fmt) == (258, Format.INT8)

@@ -68,7 +68,7 @@ def test_a_seal_follows_the_block_to_where_the_last_step_put_it() -> None:
     relocator.step_id = StepId(2)
     relocator.relocate(block, INT4)
     assert list(relocator.end_step(StepId(1), first)) == []
-    assert list(relocator.end_step(StepId(2), relocator.relocations)) == [Seal(block.entry, HASH)]
+    assert list(relocator.end_step(StepId(2), relocator.relocations)) == [block]
 
 
 def test_places_given_up_while_a_step_with_relocations_is_planned_wait_for_it() -> None:
