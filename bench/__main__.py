@@ -18,6 +18,8 @@ SCRIPTS = (
     "prefix",
     "step_overhead",
     "kv_waste",
+    "kv_pressure",
+    "kv_capacity",
     "disconnects",
     "redis_outage",
     "static_batching",
