@@ -27,6 +27,7 @@ from functools import cache
 from kernels.errors import UnsupportedFormatError
 
 ENTRY_FORMAT_BITS = 3
+FORMAT_MASK = (1 << ENTRY_FORMAT_BITS) - 1
 PLACES_PER_SLAB = 256
 PLANE_ALIGNMENT = 16  # bytes: the widest copy that GPUs and CPUs have in one instruction for any thread
 
@@ -120,7 +121,7 @@ def block_of(entry: int) -> int:
 
 def format_of(entry: int) -> Format:
     """Return the format of a block-table entry; raises UnsupportedFormatError on a code that names none."""
-    code = entry & ((1 << ENTRY_FORMAT_BITS) - 1)
+    code = entry & FORMAT_MASK
     try:
         return Format(code)
     except ValueError:

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kernels.formats import ENTRY_FORMAT_BITS, Format
-from worker_svc.entries import FORMAT_MASK
+from kernels.formats import ENTRY_FORMAT_BITS, FORMAT_MASK, Format
 from worker_svc.errors import MalformedStepError
 from worker_svc.mirror import Mirror, ScheduledRows
 

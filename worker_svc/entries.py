@@ -9,12 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kernels.formats import ENTRY_FORMAT_BITS, PLACES_PER_SLAB, Format
+from kernels.formats import ENTRY_FORMAT_BITS, FORMAT_MASK, PLACES_PER_SLAB, Format
 from protos import worker_pb2 as pb
 from protos.block_hash import HASH_BYTES
 from worker_svc.errors import MalformedStepError
 
-FORMAT_MASK = (1 << ENTRY_FORMAT_BITS) - 1
 # 1 MiB is the limit of a manifest part; a seal takes its hash and at most 10 bytes of two varints.
 SEALS_PER_PART = 1024 * 1024 // (HASH_BYTES + 16)
 

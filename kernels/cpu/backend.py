@@ -18,13 +18,13 @@ from kernels.checks import check_integers, check_key_value, check_query_out, gro
 from kernels.cpu.attention import run_units
 from kernels.cpu.blocks import WRITE, check_entries, copy_entries, fill_write, write_chunks, zero_entries
 from kernels.cpu.mixed import mixed_decode_tile, mixed_prefill_tile
-from kernels.cpu.places import BAD_FORMAT, BAD_ROW, FINE, FORMAT_MASK, NOT_COMPILED, format_table
+from kernels.cpu.places import BAD_FORMAT, BAD_ROW, FINE, NOT_COMPILED, format_table
 from kernels.cpu.plan import LAUNCH, UNIT_BYTES, plan_launch
 from kernels.cpu.requantize import REQUANTIZE, requantize_items, scratch_bytes
 from kernels.cpu.rows import ACTIVATION_CODES
 from kernels.cpu.runtime import c_function, run_on_threads
 from kernels.cpu.softmax import TILE_TOKENS
-from kernels.cpu.tiles import THREAD, decode_tile, lay_out, prefill_tile
+from kernels.cpu.tiles import LINE_BYTES, THREAD, decode_tile, lay_out, prefill_tile
 from kernels.cpu.vector import BFLOAT16, FLOAT16, FLOAT32, LANES
 from kernels.dispatch import AttentionBatch, AttentionParams
 from kernels.errors import (
@@ -34,9 +34,8 @@ from kernels.errors import (
     UnsupportedFormatError,
     UnsupportedShapeError,
 )
-from kernels.formats import Format, KVLayout
+from kernels.formats import FORMAT_MASK, Format, KVLayout
 
-_CACHE_LINE_BYTES = 64
 _PART_BYTES = 64 << 20  # for parts of split contexts; pages that no launch touches cost nothing
 _FIRST_UNITS = 1024
 _NO_WINDOW = 1 << 40  # more keys than any context has
@@ -195,9 +194,9 @@ class _Buffer:
     def reserve(self, num_bytes: int) -> None:
         """Make it at least as large."""
         if num_bytes > self.num_bytes:
-            self._memory = np.empty(num_bytes + _CACHE_LINE_BYTES, np.uint8)
+            self._memory = np.empty(num_bytes + LINE_BYTES, np.uint8)
             self.num_bytes = num_bytes
-            self.address = -(-self._memory.ctypes.data // _CACHE_LINE_BYTES) * _CACHE_LINE_BYTES
+            self.address = -(-self._memory.ctypes.data // LINE_BYTES) * LINE_BYTES
 
 
 class _Attention:

@@ -11,7 +11,7 @@ where each block is a product of its own and nothing is pipelined over blocks. A
 float32 copies, in which numbers are what codes stand for; so its last bits are not a decode's.
 """
 
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +24,9 @@ from kernels.cpu.product import prefetch
 from kernels.cpu.runtime import inlined
 from kernels.cpu.softmax import TILE_TOKENS, softmax_tile
 from kernels.cpu.tiles import (
+    AFRESH,
+    LINE_BYTES,
+    ON_TOP,
     PANEL,
     block_at,
     block_outputs,
@@ -52,9 +55,7 @@ from kernels.cpu.vector import (
     sum_of_lanes,
 )
 
-_AFRESH, _ON_TOP = cast(bool, np.bool_(False)), cast(bool, np.bool_(True))  # not literals: see `tiles`
 _ZERO, _ONE = np.float32(0), np.float32(1)
-_LINE = 64  # bytes of a cache line
 _ROW = 4 * TILE_TOKENS  # bytes of a row of scores, and of scales
 
 
@@ -152,7 +153,7 @@ def _code_scores(launch_address: int, thread: int, b: int, keys_follow: bool, ta
         for t in range(0, block_size, lanes):
             key_product(
                 group, lanes, scores + 4 * t, _ROW, query, 4 * size, chunk + t, block_size, half,
-                _ON_TOP if codes_in_byte(tag) == 2 else _AFRESH, upper, ahead + t * plane // block_size,
+                ON_TOP if codes_in_byte(tag) == 2 else AFRESH, upper, ahead + t * plane // block_size,
                 lanes * 2 // codes_in_byte(tag), tag,
             )  # fmt: skip
 
@@ -162,7 +163,7 @@ def _ask_for_scales(launch_address: int, thread: int, b: int) -> None:
     """Ask for a block's scales to be brought near; where there is no such block, what is asked for is not used."""
     form, block = format_at(_record(launch_address, thread, b)), block_at(launch_address, thread_at(thread).row, b)
     if form.key_kind != NATIVE:
-        for i in range(form.key_scale, form.block_bytes, _LINE):
+        for i in range(form.key_scale, form.block_bytes, LINE_BYTES):
             prefetch(block + i)
 
 

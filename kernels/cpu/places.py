@@ -5,11 +5,10 @@ import numpy.typing as npt
 
 from kernels.cpu.runtime import inlined
 from kernels.cpu.vector import FLOAT8_FACTOR, record_at
-from kernels.formats import ENTRY_FORMAT_BITS, PLACES_PER_SLAB, RECIPES, Encoding, Format, KVLayout
+from kernels.formats import ENTRY_FORMAT_BITS, FORMAT_MASK, PLACES_PER_SLAB, RECIPES, Encoding, Format, KVLayout
 
 FINE, BAD_FORMAT, OUT_OF_ARENA, BAD_ROW, NOT_COMPILED = 0, 1, 2, 3, 4  # how a launch went
 
-FORMAT_MASK = (1 << ENTRY_FORMAT_BITS) - 1
 NUM_FORMATS = len(Format)
 NATIVE, UINT8_TOKEN, FLOAT8_TOKEN, UINT4_TOKEN, UINT4_CHANNEL = 0, 1, 2, 3, 4  # codecs
 _KINDS = {

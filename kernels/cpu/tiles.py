@@ -12,17 +12,18 @@ from typing import Any, cast
 
 import numpy as np
 
-from kernels.cpu.places import FINE, FORMAT_MASK, check_entry, entry_offset
+from kernels.cpu.places import FINE, check_entry, entry_offset
 from kernels.cpu.plan import TILE_ROWS, first_key, launch_at
 from kernels.cpu.product import PANEL_ROWS, WIDE_ROWS, block_product, panel_product
 from kernels.cpu.runtime import compiled, inlined
 from kernels.cpu.softmax import TILE_TOKENS, rescale, softmax_tile
 from kernels.cpu.vector import FLOAT32, LANES, item_bytes, load, load_int32, load_scalar, record_at, store
+from kernels.formats import FORMAT_MASK
 
-_LINE = 64  # bytes of a cache line
+LINE_BYTES = 64  # of a cache line
 PANEL = LANES * 4  # bytes of a panel's row
 # Not literals, of which each would make a variant of its own.
-_AFRESH, _ON_TOP = cast(bool, np.bool_(False)), cast(bool, np.bool_(True))
+AFRESH, ON_TOP = cast(bool, np.bool_(False)), cast(bool, np.bool_(True))
 _FIRST, _WIDE, _WIDER = cast(int, np.int64(0)), cast(int, np.int64(LANES)), cast(int, np.int64(2 * LANES))
 
 # A thread's own record, at the begin of its scratch memory: the tile that it works at, and the addresses of its arrays,
@@ -50,14 +51,14 @@ THREAD = np.dtype(
     align=True,
 )  # fmt: skip
 thread_at = record_at(THREAD)
-_THREAD_BYTES = -(-THREAD.itemsize // _LINE) * _LINE
+_THREAD_BYTES = -(-THREAD.itemsize // LINE_BYTES) * LINE_BYTES
 
 
 @compiled
 def lay_out(thread: int, num_query_heads: int, head_size: int) -> int:
     """Write into the record of a thread where the arrays of its scratch memory are; returns where the memory ends."""
     rows = max(TILE_ROWS, (num_query_heads + PANEL_ROWS - 1) // PANEL_ROWS * PANEL_ROWS)
-    wide, narrow = 4 * rows * head_size, (4 * rows + _LINE - 1) // _LINE * _LINE
+    wide, narrow = 4 * rows * head_size, (4 * rows + LINE_BYTES - 1) // LINE_BYTES * LINE_BYTES
     query = thread + _THREAD_BYTES
     scores = query + 3 * wide
     top = scores + 4 * rows * TILE_TOKENS
@@ -165,7 +166,7 @@ def block_scores(launch_address: int, thread: int, b: int, keys_follow: bool, ta
         for t in range(0, block_size, lanes):
             block_product(
                 group, lanes, scores + 4 * t, 4 * TILE_TOKENS, own.query + 4 * size * h * group, 4 * size,
-                chunk + t * item, block_size * item, size, _AFRESH, ahead + t * size * item, tag,
+                chunk + t * item, block_size * item, size, AFRESH, ahead + t * size * item, tag,
             )  # fmt: skip
 
 
@@ -191,7 +192,7 @@ def block_outputs(launch_address: int, thread: int, b: int, values_follow: bool,
             lanes = _WIDER if group <= WIDE_ROWS and d + _WIDER <= size else _WIDE
             block_product(
                 group, lanes, outs + 4 * d, 4 * size, scores, 4 * TILE_TOKENS,
-                chunk + ((first - b * block_size) * size + d) * item, size * item, count, _ON_TOP,
+                chunk + ((first - b * block_size) * size + d) * item, size * item, count, ON_TOP,
                 ahead + d * block_size * item, tag,
             )  # fmt: skip
             d += lanes
@@ -213,13 +214,13 @@ def multiply_panels(launch_address: int, thread: int) -> None:
     rows = (own.query_count * launch.group + PANEL_ROWS - 1) // PANEL_ROWS * PANEL_ROWS  # what pads them is never read
     for t in range(begin // LANES * LANES, end, LANES):
         panel_product(
-            rows, own.scores + 4 * t, 4 * TILE_TOKENS, own.query, 4 * size, own.keys + 4 * size * t, size, _AFRESH
+            rows, own.scores + 4 * t, 4 * TILE_TOKENS, own.query, 4 * size, own.keys + 4 * size * t, size, AFRESH
         )
     _softmax_rows(launch_address, thread, _FIRST)
     for d in range(0, size, LANES):
         values = own.values + 4 * TILE_TOKENS * d + PANEL * begin
         panel_product(
-            rows, own.out + 4 * d, 4 * size, own.scores + 4 * begin, 4 * TILE_TOKENS, values, end - begin, _ON_TOP
+            rows, own.out + 4 * d, 4 * size, own.scores + 4 * begin, 4 * TILE_TOKENS, values, end - begin, ON_TOP
         )
 
 

@@ -74,6 +74,6 @@ def _end_homeless(state: State, now_ms: int) -> list[TokenRun]:
 
 
 def end_outgrown(state: State, seq: Seq) -> TokenRun:
-    """End a sequence that has become too long for every lane."""
+    """End a sequence for which there is no room, even when it has a lane for itself."""
     message = f"the KV cache is too small for a sequence of more than {len(seq.token_ids) - 1} tokens"
     return end(state, seq, FinishReason.ERROR, SchedulerError(ErrorCode.RESOURCE_EXHAUSTED, message))

@@ -2,7 +2,7 @@
 
 blocks             before all else, what is put in another place or format
 decoding rows      one token each; where blocks are short, the newest row is preempted
-prefilling rows    the next chunk of their prompt; its blocks were reserved when they were admitted
+prefilling rows    the next chunk of their prompt, as far as there are places; all blocks were promised at admission
 waiting sequences  while rows, tokens and blocks are left, and nobody was preempted for this step
 """
 
