@@ -7,6 +7,7 @@ not start, 2 for a mistake in the flags.
 
 import asyncio
 import contextlib
+import os
 import re
 import secrets
 import signal
@@ -55,7 +56,7 @@ class LogView:
         found = _LEVEL.search(line[:_LEVEL_COLUMNS])
         level = _LEVELS.index(found.group(1).lower()) if found else len(_LEVELS)
         # Loading weights and compiling kernels take their time: until the cell is ready its worker says where it is.
-        least = min(self._least, _LEVELS.index("info")) if self._starting and name == "worker" else self._least
+        least = min(self._least, _LEVELS.index("info")) if self._starting and name.startswith("worker") else self._least
         if level >= least and line.strip():
             print(f"{name:>9} | {line}", file=sys.stderr, flush=True)
 
@@ -136,7 +137,7 @@ def local_name(host: str) -> str:
 
 
 class Cell:
-    """A scheduler, a worker and a gateway on this machine."""
+    """A scheduler, workers and a gateway on this machine."""
 
     def __init__(self, settings: ServeSettings) -> None:
         self._settings = settings
@@ -159,13 +160,8 @@ class Cell:
 
     async def stop(self) -> None:
         """Let running requests finish, then stop every service: each before those that it would miss."""
-        await self._supervisor.stop(
-            {
-                "gateway": self._settings.gateway_drain_seconds + STOP_GRACE_S,
-                "scheduler": STOP_GRACE_S,
-                "worker": STOP_GRACE_S,
-            }
-        )
+        grace_s = dict.fromkeys(("gateway", "scheduler", *self._worker_names), STOP_GRACE_S)
+        await self._supervisor.stop(grace_s | {"gateway": self._settings.gateway_drain_seconds + STOP_GRACE_S})
 
     def kill(self) -> None:
         """End every service at once."""
@@ -181,8 +177,7 @@ class Cell:
         scheduler.environ |= {"QUIRE_SCHEDULER_PORT": address.rpartition(":")[2]}
 
         inside = {"cluster_token": token, "model": folder, "scheduler": address}
-        environ = child_environ(settings, WorkerSettings, host=LOOPBACK, **inside)
-        await self._start_service("worker", "worker_svc", environ, keepers)
+        await self._start_workers(inside, keepers)
         name = settings.served_model_name or served_name(settings.model)
         environ = child_environ(settings, GatewaySettings, served_model_name=name, **inside)
         gateway = await self._start_service("gateway", "gateway", environ, keepers)
@@ -194,6 +189,26 @@ class Cell:
         self._log.cell_is_ready()
         self._supervisor.expect_to_live()
         print(f"Quire is ready on http://{host}:{port}", flush=True)
+
+    @property
+    def _worker_names(self) -> list[str]:
+        num_workers = self._settings.workers
+        return ["worker"] if num_workers == 1 else [f"worker-{number}" for number in range(1, num_workers + 1)]
+
+    async def _start_workers(self, inside: dict[str, str], keepers: asyncio.TaskGroup) -> None:
+        """Start the workers, the first before the others: it compiles what all of them load."""
+        settings, num_workers = self._settings, self._settings.workers
+        num_threads = settings.num_threads
+        if num_threads is None and num_workers > 1:
+            num_threads = max(1, len(os.sched_getaffinity(0)) // num_workers)
+        environ = child_environ(settings, WorkerSettings, host=LOOPBACK, num_threads=num_threads, **inside)
+        workers = []
+        for name in self._worker_names:
+            workers.append(await self._start_service(name, "worker_svc", environ, keepers))
+            if num_workers > 1:
+                await workers[0].address()
+        if num_workers > 1:
+            await asyncio.gather(*(worker.address() for worker in workers))
 
     async def _start_service(
         self, name: str, module: str, environ: dict[str, str], keepers: asyncio.TaskGroup

@@ -102,6 +102,12 @@ class Cell:
             runs = self.core.drop_lane(lane_id)
         self._take(runs)
 
+    def drain_lane(self, lane_id: LaneId) -> bool:
+        """Give a live lane nothing new; return whether it has nothing left to do."""
+        with self._guarded():
+            self.core.drain_lane(lane_id)
+            return self.core.is_drained(lane_id)
+
     def submit(self, request: Request) -> None:
         """Queue a request, or attach to a known one again; raises SchedulerError."""
         with self._guarded():

@@ -85,13 +85,17 @@ class Registry:
             raise
         self._admit(message, identity, link)
 
-    def heartbeat(self, message: scheduler_pb2.HeartbeatRequest) -> bool:
-        """Note that a worker lives; return whether it is known in this epoch."""
+    def heartbeat(self, message: scheduler_pb2.HeartbeatRequest) -> scheduler_pb2.HeartbeatResponse:
+        """Note that a worker lives; tell it whether it is known in this epoch, and, where it is leaving, may leave."""
         lane = self._lanes.get(LaneId(message.instance_id))
         if lane is None or lane.driver.identity.lane_epoch != message.lane_epoch:
-            return False
+            return scheduler_pb2.HeartbeatResponse(known=False)
         lane.last_heartbeat_ms = self._clock()
-        return True
+        drained = message.draining and (not lane.driver.is_live or self._cell.drain_lane(lane.driver.identity.lane_id))
+        if drained:
+            logger.info("lane %s at %s has left", lane.driver.identity.lane_id, lane.driver.identity.address)
+            self._forget(lane)
+        return scheduler_pb2.HeartbeatResponse(known=True, drained=drained)
 
     def judge(self) -> None:
         """Give up lanes that are silent or whose step is overdue; fail the cell when another scheduler has taken it."""
@@ -228,6 +232,10 @@ class Registry:
         if self._lanes.get(identity.lane_id) is not lane:
             return
         logger.warning("lane %s at %s is lost: %s", identity.lane_id, identity.address, reason)
+        self._forget(lane)
+
+    def _forget(self, lane: Lane) -> None:
+        identity = lane.driver.identity
         del self._lanes[identity.lane_id]
         if lane.task is not None and lane.task is not asyncio.current_task():
             lane.task.cancel()

@@ -81,7 +81,7 @@ class SchedulerService(SchedulerServicer):
         self, request: scheduler_pb2.HeartbeatRequest, context: _Context
     ) -> scheduler_pb2.HeartbeatResponse:
         """Note that a worker lives."""
-        return scheduler_pb2.HeartbeatResponse(known=self._registry.heartbeat(request))
+        return self._registry.heartbeat(request)
 
     async def GetModel(  # noqa: N802
         self, request: scheduler_pb2.GetModelRequest, context: _Context

@@ -29,7 +29,7 @@ _WILDCARD_HOSTS = ("0.0.0.0", "::", "[::]")
 
 
 async def serve(worker: LoadedWorker, settings: WorkerSettings) -> None:
-    """Listen, register and run steps until SIGTERM or SIGINT. Raises StartupError, or DeviceFaultError.
+    """Listen, register and run steps until SIGTERM or SIGINT, then drain. Raises StartupError, or DeviceFaultError.
 
     After a DeviceHungError the device thread is left behind, and a process that ends as usual would wait for it.
     """
@@ -53,6 +53,8 @@ async def serve(worker: LoadedWorker, settings: WorkerSettings) -> None:
         logger.info("ready on %s", bound)
         try:
             await end
+            task.cancel()
+            await _drain(registration, settings.worker_drain_seconds)
         finally:
             task.cancel()
             # Streams first: told of a fence, the scheduler would take it that another one has this worker now.
@@ -63,6 +65,14 @@ async def serve(worker: LoadedWorker, settings: WorkerSettings) -> None:
         raise
     device.shutdown()
     logger.info("stopped")
+
+
+async def _drain(registration: Registration, patience_s: float) -> None:
+    """Let what runs here end; a second signal ends the wait."""
+    waiting = asyncio.create_task(registration.drain(patience_s))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, waiting.cancel)
+    await asyncio.wait([waiting])
 
 
 def _prepare_thread(num_threads: int | None, device: torch.device) -> None:

@@ -6,6 +6,7 @@ scheduler nobody decodes. Sealed blocks stay, and the next scheduler finds them 
 """
 
 import asyncio
+import contextlib
 import logging
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = 1.0
 CALL_TIMEOUT_S = 5.0
+DRAIN_POLL_S = 0.1
 # A scheduler that answers no heartbeat for this long is gone.
 SILENCE_S = 3.0
 # A scheduler that is ending may accept a connection that it never serves; gRPC would wait 20 s for it by default.
@@ -51,6 +53,27 @@ class Registration:
                     continue
                 reason = await self._beat(stub, interval_s)
                 logger.warning("registering again: %s", reason)
+
+    async def drain(self, patience_s: float) -> None:
+        """Get no new sequences any more, and wait until those that run here have ended; `run` must have been cancelled.
+
+        Returns at once where the scheduler is gone or does not know this worker; what runs here after `patience_s` goes
+        on elsewhere.
+        """
+        request = HeartbeatRequest(
+            instance_id=self._offer.instance_id, lane_epoch=self._offer.lane_epoch, draining=True
+        )
+        with contextlib.suppress(TimeoutError, grpc.aio.AioRpcError):
+            async with (
+                asyncio.timeout(patience_s),
+                grpc.aio.insecure_channel(self._scheduler, options=_CHANNEL_OPTIONS) as channel,
+            ):
+                stub: SchedulerAsyncStub = SchedulerStub(channel)
+                while True:
+                    answer = await stub.Heartbeat(request, timeout=SILENCE_S, metadata=self._metadata)
+                    if answer.drained or not answer.known:
+                        return
+                    await asyncio.sleep(DRAIN_POLL_S)
 
     async def _register(self, stub: "SchedulerAsyncStub") -> float | None:
         """Return seconds between heartbeats, or None when the scheduler did not take this worker."""

@@ -42,6 +42,11 @@ class WorkerSettings(ServiceSettings):
     worker_address: str = Field(
         "", description="HOST:PORT at which the scheduler reaches this worker; empty: the one it listens on"
     )
+    worker_drain_seconds: float = Field(
+        30.0,
+        ge=0,
+        description="seconds that running sequences get to finish after SIGTERM; what is left then goes on elsewhere",
+    )
     device: str = Field(
         "auto",
         description="where to compute: auto, cpu, cuda or cuda:N; auto: the first GPU if it can be used, else the CPU",

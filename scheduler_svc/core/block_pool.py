@@ -25,7 +25,7 @@ from scheduler_svc.core.types import BlockId, Entry, Format, Seal, StepId
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """The place where a block lies and what is known of it. Only the pool changes it, and the last two the relocator."""
+    """Where a block lies and what is known of it. Only the pool changes it, the relocator the last two fields."""
 
     block_id: BlockId
     entry: Entry

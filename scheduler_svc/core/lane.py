@@ -115,6 +115,7 @@ class Lane:
     finished_seq_ids: list[SeqId] = field(default_factory=list)  # rows that the worker still has
     restart: bool = False  # the worker skips steps until one is so marked
     is_batch_open: bool = True  # static batching: rows may still join
+    is_draining: bool = False  # its worker is about to leave: no row joins any more
     last_step_id: StepId = _NO_STEP
 
     @property

@@ -159,6 +159,8 @@ class StepPlanner:
     def _admit(self) -> None:
         """Bind waiting sequences to the lane while it has rows, tokens and blocks for them."""
         lane, state = self._lane, self._state
+        if lane.is_draining:
+            return
         unfitting: list[Seq] = []
         for seq in state.queue:
             if lane.num_rows >= lane.max_num_seqs or not self.draft.budget_tokens or len(unfitting) >= MAX_UNFITTING:

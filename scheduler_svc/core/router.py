@@ -17,7 +17,7 @@ def has_better_lane(seq: Seq, lane: Lane, num_hits: int, lanes: Iterable[Lane], 
     hints = index.longest_prefix(seq.block_hashes(lane.kv.block_size))
     score = (num_hits, lane.kv.pool.num_available, -lane.num_rows)
     for other in lanes:
-        if other is lane or other.num_rows >= other.max_num_seqs:
+        if other is lane or other.is_draining or other.num_rows >= other.max_num_seqs:
             continue
         hits = other.kv.cached_prefix(seq) if other.lane_id in hints else []
         if len(hits) <= num_hits and not other.can_plan():

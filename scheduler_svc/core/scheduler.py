@@ -19,6 +19,7 @@ from scheduler_svc.core.kv_manager import KVManager
 from scheduler_svc.core.lane import Lane
 from scheduler_svc.core.mixed_kv import make_kv_manager
 from scheduler_svc.core.planner import StepPlanner
+from scheduler_svc.core.policy import forget_passes
 from scheduler_svc.core.publication import withdraw_evicted
 from scheduler_svc.core.state import SchedulerConfig, State
 from scheduler_svc.core.types import (
@@ -71,6 +72,19 @@ class Scheduler:
         """Take over the sealed blocks of a worker's manifest, after add_lane and before the first plan."""
         if self._state.config.enable_prefix_caching:
             self._state.index.publish(lane_id, self._state.lanes[lane_id].kv.restore(seals))
+
+    def drain_lane(self, lane_id: LaneId) -> None:
+        """Bind nothing more to a lane whose worker is about to leave; the rows that it has go on."""
+        lane = self._state.lanes[lane_id]
+        lane.is_draining = True
+        for seq in self._state.queue:
+            if seq.kept_lane_id == lane_id:
+                forget_passes(seq)
+
+    def is_drained(self, lane_id: LaneId) -> bool:
+        """Return whether a lane that drains has no row any more, and no step in flight."""
+        lane = self._state.lanes[lane_id]
+        return lane.is_draining and not lane.num_rows and not lane.in_flight
 
     def drop_lane(self, lane_id: LaneId) -> list[TokenRun]:
         """Remove a worker that is gone. Its sequences go back to the queue and finish elsewhere.

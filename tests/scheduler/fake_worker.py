@@ -126,6 +126,15 @@ class FakeWorker(WorkerServicer):
             self._heartbeats.cancel()
             self._heartbeats = None
 
+    async def drain(self, scheduler_address: str) -> bool:
+        """Say that the worker is about to leave; return whether it may."""
+        request = scheduler_pb2.HeartbeatRequest(
+            instance_id=self.instance_id, lane_epoch=self.lane_epoch, draining=True
+        )
+        async with grpc.aio.insecure_channel(scheduler_address) as channel:
+            response = await SchedulerStub(channel).Heartbeat(request, metadata=token_metadata(self.token))
+        return bool(response.drained)
+
     def break_streams(self) -> None:
         """End the step stream that is open."""
         self._breaks.set()

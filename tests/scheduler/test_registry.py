@@ -246,3 +246,24 @@ async def test_fence_is_forgotten_while_another_worker_stays(cell: LoopbackCell)
     cell.server.registry.judge()
     assert not cell.server.cell.failed.done()
     await other.stop()
+
+
+async def test_worker_that_leaves_ends_its_sequences_first(cell: LoopbackCell) -> None:
+    await cell.start()
+    leaving = await cell.add_worker()
+    leaving.may_step.clear()
+    gateway = await cell.add_gateway()
+    await gateway.submit("a", range(5, 25), max_tokens=5)
+    await until(lambda: cell.server.cell.core.num_running_seqs == 1)
+    assert not await leaving.drain(cell.address)
+    staying = await cell.add_worker()
+    await gateway.submit("b", range(35, 55), max_tokens=5)
+    await until(lambda: gateway.output("b").has_ended)
+    assert not gateway.output("a").has_ended
+    leaving.may_step.set()
+    await until(lambda: gateway.output("a").has_ended)
+    while not await leaving.drain(cell.address):
+        pass
+    assert [lane.driver.identity.lane_id for lane in cell.server.registry.lanes] == [staying.instance_id]
+    assert cell.server.cell.core.counters.worker_losses == 0
+    assert gateway.output("a").token_ids == expected_output(range(5, 25), 5)

@@ -119,12 +119,14 @@ HUNG_WORKER = """
 import sys, threading
 from types import SimpleNamespace
 import torch
+from kernels.formats import Format
 from protos.common_pb2 import ModelInfo
 from worker_svc import __main__, assembly, fence
 
 fence.DEVICE_PATIENCE_S = 0.05
 runner = SimpleNamespace(forget_rows=threading.Event().wait)
-plan = SimpleNamespace(num_slabs=1, layout=SimpleNamespace(slab_bytes=1, slab_blocks=1))
+layout = SimpleNamespace(slab_bytes=1, slab_blocks=1)
+plan = SimpleNamespace(num_slabs=1, layout=layout, places_per_slab=dict.fromkeys(Format, 1))
 assembly.load_worker = lambda settings: assembly.LoadedWorker(runner, plan, ModelInfo(), 1, 1, torch.device("cpu"))
 sys.exit(__main__.main(["--num-threads", "1"]))
 """

@@ -31,6 +31,8 @@ class FakeScheduler(SchedulerServicer):
         self.known_epoch = 0
         self.forgets = False
         self.refuses_next = False
+        self.is_idle = asyncio.Event()  # nothing runs on the worker
+        self.is_idle.set()
 
     async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.RegisterResponse:  # noqa: N802
         self.registered.put_nowait(request)
@@ -42,7 +44,8 @@ class FakeScheduler(SchedulerServicer):
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Any) -> pb.HeartbeatResponse:  # noqa: N802
         self.heartbeats.put_nowait(request)
-        return pb.HeartbeatResponse(known=not self.forgets and request.lane_epoch == self.known_epoch)
+        known = not self.forgets and request.lane_epoch == self.known_epoch
+        return pb.HeartbeatResponse(known=known, drained=request.draining and self.is_idle.is_set())
 
     def Session(self, request_iterator: Any, context: Any) -> Any:  # noqa: N802
         raise AssertionError("no gateway here")
@@ -86,8 +89,9 @@ class Running:
         offer = pb.RegisterRequest(protocol_version=PROTOCOL_VERSION, instance_id="worker-1", address="here:1")
         self._registration = Registration(f"127.0.0.1:{port}", TOKEN, offer, fence)
 
-    async def __aenter__(self) -> None:
+    async def __aenter__(self) -> Registration:
         self._task = asyncio.create_task(self._registration.run())
+        return self._registration
 
     async def __aexit__(self, *_exc: object) -> None:
         self._task.cancel()
@@ -147,3 +151,32 @@ async def test_finds_a_scheduler_that_comes_later_and_the_one_after_it(
         second, server, _ = await start_scheduler(port)
         assert (await soon(second.registered)).lane_epoch > first_epoch
         await server.stop(0)
+
+
+async def test_leaves_when_the_scheduler_says_that_nothing_runs_here(
+    fence: StepFence, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registration, "DRAIN_POLL_S", 0.01)
+    scheduler, server, port = await start_scheduler()
+    async with Running(port, fence) as registered:
+        await soon(scheduler.registered)
+        await soon(scheduler.heartbeats)
+    scheduler.is_idle.clear()
+    draining = asyncio.create_task(registered.drain(60))
+    while not (await soon(scheduler.heartbeats)).draining:
+        pass
+    assert (await soon(scheduler.heartbeats)).draining
+    assert not draining.done()
+    scheduler.is_idle.set()
+    await asyncio.wait_for(draining, 30)
+    await server.stop(0)
+
+
+async def test_waits_no_longer_than_it_was_told_and_not_for_a_scheduler_that_is_gone(fence: StepFence) -> None:
+    scheduler, server, port = await start_scheduler()
+    scheduler.is_idle.clear()
+    async with Running(port, fence) as registered:
+        await soon(scheduler.registered)
+    await asyncio.wait_for(registered.drain(0.05), 30)
+    await server.stop(0)
+    await asyncio.wait_for(registered.drain(3600), 30)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from scheduler_svc.core.types import ErrorCode, FinishReason
+from scheduler_svc.core.types import ErrorCode, FinishReason, LaneId
 from tests.scheduler.core.helpers import make_cell, make_request, make_spec, plan
 
 
@@ -68,3 +68,21 @@ def test_the_next_leader_inherits_the_losses_of_the_prompt() -> None:
         cell.drop_lane(f"w{number - 1}")
         cell.add_lane(f"w{number}", make_spec())
     assert cell.end("poison", 1).finish_reason is FinishReason.ERROR
+
+
+def test_a_draining_lane_ends_what_it_has_and_gets_nothing_new() -> None:
+    cell = make_cell(num_lanes=2)
+    cell.submit(make_request("a", range(10), max_tokens=6))
+    plan(cell, "w0")
+    cell.scheduler.drain_lane(LaneId("w0"))
+    cell.submit(make_request("b", range(10, 20), max_tokens=6))
+    while (step := cell.plan("w0")) is not None or cell.in_flight[LaneId("w0")]:
+        assert step is None or not step.new_rows
+        assert not cell.scheduler.is_drained(LaneId("w0"))
+        cell.apply("w0")
+    assert cell.end("a").finish_reason is FinishReason.LENGTH
+    assert cell.scheduler.is_drained(LaneId("w0"))
+    cell.drop_lane("w0")
+    assert cell.scheduler.counters.worker_losses == 0
+    cell.run_to_end()
+    cell.check_texts()
