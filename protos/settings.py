@@ -50,4 +50,11 @@ def read_settings(settings: type[Settings], arguments: Sequence[str]) -> Setting
         flag = f"--{'-'.join(str(part) for part in first['loc']).replace('_', '-')}: " if first["loc"] else ""
         raise SettingsMistakeError(f"{flag}{first['msg'].removeprefix('Value error, ')}") from None
     except SettingsError as error:
-        raise SettingsMistakeError(" ".join(str(error).split())) from None
+        raise SettingsMistakeError(_reason(error)) from None
+
+
+def _reason(error: SettingsError) -> str:
+    cause = error.__cause__
+    if isinstance(cause, OSError) and cause.filename:  # a setting's file, such as a secret that others may not read
+        return f"cannot read {cause.filename}: {cause.strerror}"
+    return " ".join(str(error).split())

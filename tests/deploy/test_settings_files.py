@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -48,3 +49,24 @@ def test_cluster_token_comes_from_a_file(tmp_path: Path, settings: str) -> None:
     (mounted / "quire_cluster_token").write_text("mounted\n")
     assert read_token(settings, [made, mounted]) == "mounted"
     assert read_token(settings, [made, mounted], QUIRE_CLUSTER_TOKEN="variable") == "variable"
+
+
+def test_file_that_may_not_be_read_is_named() -> None:
+    with tempfile.TemporaryDirectory() as name:  # pytest's own folders are closed to other users
+        folder, file = Path(name), Path(name) / "quire_cluster_token"
+        file.write_text("secret")
+        folder.chmod(0o755)
+        file.chmod(0)
+        program = (
+            "import os\n"
+            "from protos.settings import SettingsMistakeError, read_settings\n"
+            "from worker_svc.settings import WorkerSettings\n"
+            "if os.geteuid() == 0: os.seteuid(65534)\n"  # root may read whatever there is
+            "try: read_settings(WorkerSettings, [])\n"
+            "except SettingsMistakeError as error: print(error)"
+        )
+        environ = os.environ | {FOLDERS_VARIABLE: name}
+        result = subprocess.run(
+            [sys.executable, "-c", program], env=environ, cwd=ROOT, capture_output=True, text=True, check=True
+        )
+    assert result.stdout == f"cannot read {file}: Permission denied\n"
