@@ -27,6 +27,12 @@ from quire.serve import StartError, find_model, served_name
 _SECRET_BYTES = 32
 # Whoever mounts a folder may read it, whatever user the container runs as: so are Docker's own secrets.
 _FILE_MODE = 0o444
+# Of a model's folder, what services open.
+_MODEL_SUFFIXES = (".json", ".jinja", ".safetensors")
+
+
+class UnreadableModelError(Exception):
+    """Services could not read the model; the message is one line that names the file."""
 
 
 class PrepareSettings(BaseSettings):
@@ -78,9 +84,23 @@ def _write_token(token_file: Path, given: str) -> None:
         print("the cluster token is another one now: services that run need docker compose up --force-recreate")
 
 
+def check_readable(folder: Path) -> None:
+    """Raise UnreadableModelError when this process's user, as which services run too, cannot read a model's file."""
+    # The safetensors library writes files that only their owner can read.
+    for path in sorted(folder.iterdir()):
+        if path.suffix in _MODEL_SUFFIXES and path.exists() and not os.access(path, os.R_OK):
+            raise UnreadableModelError(
+                f"cannot read {path}: services run as user {os.getuid()}, so others need the right (chmod -R a+rX)"
+            )
+
+
 def write_model(settings: PrepareSettings) -> None:
-    """Write where the model's folder is and how clients call it. Raises StartError when there is no such model."""
+    """Write where the model's folder is and how clients call it.
+
+    Raises StartError when there is no such model, UnreadableModelError when there is one that cannot be read.
+    """
     folder = asyncio.run(find_model(settings.model))
+    check_readable(Path(folder))
     write(settings.settings_folder / "quire_model", folder)
     name = settings.served_model_name or served_name(settings.model)
     write(settings.settings_folder / "quire_served_model_name", name)
@@ -98,6 +118,9 @@ def main(argv: Sequence[str]) -> int:
         return 2
     except StartError:
         return 1  # the loader has said why
+    except UnreadableModelError as error:
+        print(f"quire.prepare: {error}", file=sys.stderr)
+        return 1
     except OSError as error:
         print(f"quire.prepare: cannot write {error.filename}: {error.strerror}", file=sys.stderr)
         return 1
