@@ -17,6 +17,7 @@ from worker_svc.settings import WorkerSettings
 
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 GPU: dict[str, Any] = yaml.safe_load((ROOT / "deploy" / "compose.gpu.yml").read_text())
+SECRETS: dict[str, Any] = yaml.safe_load((ROOT / "deploy" / "compose.secrets.yml").read_text())
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 SETTINGS: dict[str, type[BaseSettings]] = {
     "gateway": GatewaySettings,
@@ -115,3 +116,10 @@ def test_gpu_overlay_changes_what_computes_and_nothing_else() -> None:
     assert GPU["services"]["prepare"]["image"] == GPU["services"]["worker"]["image"]
     (device,) = GPU["services"]["worker"]["deploy"]["resources"]["reservations"]["devices"]
     assert device["capabilities"] == ["gpu"]
+
+
+def test_secrets_overlay_gives_the_token_to_every_service_that_takes_one() -> None:
+    takes_one = {name for name in SERVICES if name in SETTINGS and "cluster_token" in SETTINGS[name].model_fields}
+    assert takes_one == {"gateway", "scheduler", "worker"}
+    assert SECRETS["services"] == {name: {"secrets": ["quire_cluster_token"]} for name in takes_one}
+    assert SECRETS["secrets"].keys() == {"quire_cluster_token"}
