@@ -64,6 +64,16 @@ class Deployment:
             "QUIRE_NUM_THREADS": "1",
         }
 
+    @contextmanager
+    def given(self, **variables: str) -> Iterator[None]:
+        """Set variables for the commands in the block, as in the shell of whoever types them."""
+        before = self._env
+        self._env = before | variables
+        try:
+            yield
+        finally:
+            self._env = before
+
     def compose(self, *arguments: str, timeout_s: float = 120) -> str:
         """Run `docker compose`; return its output."""
         # The settings of whoever runs the tests are not for this cell.
@@ -86,6 +96,10 @@ class Deployment:
         """Run a command in a service's container, with more variables."""
         options = [option for name, value in variables.items() for option in ("--env", f"{name}={value}")]
         return self.compose("exec", "-T", *options, service, *command)
+
+    def prepare(self) -> str:
+        """Run what comes before the services once more; return what it says."""
+        return self.compose("run", "--rm", "-T", "--no-deps", "prepare")
 
     def logs(self) -> str:
         """Return the last lines of every container."""

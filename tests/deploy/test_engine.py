@@ -1,16 +1,20 @@
-"""`docker compose` on a real engine: up, a chat, more workers under load, a worker and Redis lost, down.
+"""`docker compose` on a real engine: up, a chat, more workers under load, a worker and Redis lost, overlays, down.
 
 The tests share one cell and run in this order. Where no engine answers they are skipped, and the summary says so.
 """
 
+import json
+import re
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.deploy.conftest import NO_ENGINE
-from tests.deploy.engine import IMAGES, SERVICES, Deployment, Load, engine_answers, run, until
+from tests.deploy.engine import IMAGES, ROOT, SERVICES, Deployment, Load, engine_answers, run, until
+from worker_svc.loader.resolve import bundled_gguf
 
 # More than the limits of all that the first test's fixture waits for, together.
 pytestmark = pytest.mark.timeout(2400)
@@ -165,8 +169,88 @@ def test_restart_of_redis_fails_no_request_and_keeps_what_was_written(cell: Depl
     figures.append(f"Redis restarted under load: {load.num_answers} requests, 0 failed")
 
 
-def test_gpu_overlay_fits_the_file_that_it_overlays(cell: Deployment) -> None:
-    cell.compose("--file", "docker-compose.yml", "--file", "deploy/compose.gpu.yml", "config", "--quiet")
+@pytest.fixture(scope="module")
+def other_cell(cell: Deployment, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """The same cell with a model from a Hub and a token from a secret."""
+    token_file = tmp_path_factory.mktemp("secret") / "token"
+    token_file.write_text("a token of one's own\n")
+    token_file.chmod(0o444)
+    files = ("docker-compose.yml", "deploy/compose.secrets.yml", "tests/deploy/compose.hub.yml")
+    with cell.given(
+        COMPOSE_FILE=":".join(files),
+        QUIRE_CLUSTER_TOKEN_FILE=str(token_file),
+        QUIRE_MODEL="acme/chat",
+        HF_ENDPOINT="http://hub:8080",
+    ):
+        cell.up("--scale", "worker=1")
+        yield cell
+
+
+@pytest.fixture(scope="module")
+def stranger(other_cell: Deployment) -> str:
+    """The container of one more worker, with another token. It starts while the cell does."""
+    options = ("--detach", "--no-deps", "--env", "QUIRE_CLUSTER_TOKEN=guessed")
+    return other_cell.compose("run", *options, "worker").strip()
+
+
+@pytest.mark.usefixtures("stranger")
+def test_model_from_a_hub_answers(other_cell: Deployment) -> None:
+    until(other_cell.is_ready, "the cell is ready", 300)
+    answer = httpx.post(f"{other_cell.url}/v1/chat/completions", json=QUESTION | {"model": "acme/chat"}, timeout=60)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["model"] == "acme/chat"
+    assert "Paris" in answer.json()["choices"][0]["message"]["content"]
+    for service in ("gateway", "worker"):
+        assert "models--acme--chat" in other_cell.execute(service, "cat", "/run/quire/quire_model")
+
+
+def test_worker_with_another_token_is_refused(other_cell: Deployment, stranger: str) -> None:
+    refusal = "refuses this worker (UNAUTHENTICATED): the cluster token is missing or wrong"
+    until(lambda: refusal in run("sh", "-c", f"docker logs {stranger} 2>&1"), refusal, 60)
+    assert other_cell.metric("quire_workers") == 1
+
+
+def test_token_of_a_secret_counts_before_the_one_that_was_made(other_cell: Deployment) -> None:
+    made = other_cell.execute("scheduler", "cat", "/run/quire/quire_cluster_token").strip()
+    assert other_cell.execute("scheduler", "cat", "/run/secrets/quire_cluster_token") == "a token of one's own\n"
+    health = ("scheduler", "python", "-m", "scheduler_svc.health")
+    other_cell.execute(*health)
+    with pytest.raises(AssertionError, match="UNAUTHENTICATED"):
+        other_cell.execute(*health, QUIRE_CLUSTER_TOKEN=made)
+
+
+def test_gguf_file_of_the_host_is_found(other_cell: Deployment) -> None:
+    file = bundled_gguf()
+    with other_cell.given(QUIRE_MODELS=str(file.parent), QUIRE_MODEL=f"/models/{file.name}"):
+        assert f"{file.stem}: /home/quire/.cache/quire/models/" in other_cell.prepare()
+
+
+def test_model_that_services_cannot_read_is_named(other_cell: Deployment, tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    for name, mode in (("config.json", 0o644), ("model.safetensors", 0o600)):
+        (tmp_path / name).touch()
+        (tmp_path / name).chmod(mode)
+    message = r"cannot read /models/model\.safetensors: services run as user 10001"
+    with (
+        other_cell.given(QUIRE_MODELS=str(tmp_path), QUIRE_MODEL="/models"),
+        pytest.raises(AssertionError, match=message),
+    ):
+        other_cell.prepare()
+
+
+def test_gpu_overlay_and_a_second_gpu_as_the_readme_adds_it(cell: Deployment, tmp_path: Path) -> None:
+    examples = re.findall(r"^```yaml\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    (second_gpu,) = (example for example in examples if "worker-1:" in example)
+    (tmp_path / "second.yml").write_text(second_gpu)
+    files = ("docker-compose.yml", "deploy/compose.gpu.yml", str(tmp_path / "second.yml"))
+    options = [option for file in files for option in ("--file", file)]
+    services = json.loads(cell.compose(*options, "config", "--format", "json"))["services"]
+    for service, device_id in (("worker", "0"), ("worker-1", "1")):
+        assert services[service]["image"].startswith("quire-worker-gpu")
+        assert services[service]["build"]["target"] == "worker-gpu"
+        assert services[service]["environment"]["QUIRE_DEVICE"] == "cuda"
+        (device,) = services[service]["deploy"]["resources"]["reservations"]["devices"]
+        assert (device["driver"], device["device_ids"]) == ("nvidia", [device_id])
 
 
 def test_down_leaves_nothing(cell: Deployment) -> None:

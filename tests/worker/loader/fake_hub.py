@@ -1,12 +1,18 @@
-"""A Hugging Face Hub in miniature on 127.0.0.1: one repository, its look-up, its file list and its files."""
+"""A Hugging Face Hub in miniature: one repository, its look-up, its file list and its files.
+
+Tests start it in their own process, on 127.0.0.1. In a container it is a command:
+`python -m tests.worker.loader.fake_hub OWNER/NAME FOLDER PORT`.
+"""
 
 import hashlib
 import json
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -27,11 +33,7 @@ class FakeHub:
 def serving(hub: FakeHub) -> Iterator[FakeHub]:
     """Serve `hub` at `hub.url` until the block ends."""
 
-    class Handler(_Handler):
-        pass
-
-    Handler.hub = hub
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = _server(hub, "127.0.0.1", 0)
     hub.url = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -41,6 +43,14 @@ def serving(hub: FakeHub) -> Iterator[FakeHub]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def _server(hub: FakeHub, host: str, port: int) -> ThreadingHTTPServer:
+    class Handler(_Handler):
+        pass
+
+    Handler.hub = hub
+    return ThreadingHTTPServer((host, port), Handler)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -93,3 +103,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _etag(data: bytes) -> str:
     return hashlib.sha1(data).hexdigest()
+
+
+if __name__ == "__main__":
+    repo_id, folder, port = sys.argv[1:]
+    files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+    _server(FakeHub(repo_id, files), "0.0.0.0", int(port)).serve_forever()
