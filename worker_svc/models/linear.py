@@ -66,7 +66,11 @@ class PlainHead:
 
 
 class PackedFloat32Linear:
-    """oneDNN, float32 weights reordered into its blocked layout."""
+    """oneDNN, float32 weights reordered into its blocked layout.
+
+    A row's result is the same to the last bit however many rows there are: a single one, for which oneDNN may sum in
+    another order, is computed twice.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.to(torch.float32), None)
@@ -75,6 +79,8 @@ class PackedFloat32Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the product; x is float32."""
+        if len(x) == 1:
+            return self(x.expand(2, -1).contiguous())[:1]
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
         return y
 

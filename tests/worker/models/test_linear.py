@@ -94,3 +94,10 @@ def test_gpu_head_returns_float32_and_shares_its_weight() -> None:
     head = PlainHead(weight)
     assert head.weight is weight
     assert head(make_weight(torch.bfloat16, 2)).dtype is torch.float32
+
+
+@pytest.mark.parametrize("num_inputs", [576, 1536])
+def test_single_float32_row_is_summed_as_several_are(num_inputs: int) -> None:
+    product = PackedFloat32Linear(make_weight(torch.float32, 576, num_inputs), None)
+    x = torch.randn(3, num_inputs, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(product(x[:1]), product(x[:2])[:1])
