@@ -11,6 +11,7 @@ from gateway.errors import StartupError
 from gateway.server import listen, serve
 from gateway.settings import GatewaySettings
 from protos.settings import SettingsMistakeError, read_settings
+from protos.watched_files import FileMistakeError
 
 
 def start_logging(level: str) -> None:
@@ -29,7 +30,7 @@ def main() -> int:
         start_logging(settings.log_level)
         gateway = Gateway.load(settings)
         listener = listen(settings.host, settings.port)
-    except (SettingsMistakeError, StartupError) as error:
+    except (SettingsMistakeError, FileMistakeError, StartupError) as error:
         print(f"gateway: {error}", file=sys.stderr)
         return 1
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -18,6 +18,7 @@ from gateway.shapes import Shape
 from gateway.streaming import StreamedReply, WholeReply
 from gateway.tokenizer import ModelTokenizer
 from protos import common_pb2, scheduler_pb2
+from protos.credentials import Credentials
 
 MAX_SUBMIT_BYTES = 16 * 1024 * 1024
 
@@ -34,11 +35,11 @@ class Gateway:
 
     @classmethod
     def load(cls, settings: GatewaySettings) -> "Gateway":
-        """Read the model's folder. Raises StartupError."""
+        """Read the model's folder and certificates. Raises StartupError and FileMistakeError."""
         folder = Path(settings.model)
         tokenizer = ModelTokenizer.load(folder)
         prompts = Prompts(tokenizer, load_chat_template(folder, settings.chat_template))
-        session = SchedulerSession(settings.scheduler, settings.cluster_token)
+        session = SchedulerSession(settings.scheduler, Credentials.of_client(settings))
         return cls(settings, prompts, session, Admission(session), Metrics())
 
     @property

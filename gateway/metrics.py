@@ -148,6 +148,12 @@ class CellCollector(Collector):
             metric = CounterMetricFamily(name, text, labels=["model_name"])
             metric.add_metric([self.model_name], value)
             yield metric
+        refused = CounterMetricFamily(
+            "quire_refused_calls", "Calls between services that were refused.", labels=["model_name", "reason"]
+        )
+        for reason, value in sorted(stats.num_refused_calls_total.items()):
+            refused.add_metric([self.model_name, reason], value)
+        yield refused
 
     def _shared_index(self, index: scheduler_pb2.SharedIndexStats) -> Iterator[Metric]:
         """Yield the metrics of the prefix index in Redis; there are none where none is configured."""

@@ -14,8 +14,9 @@ import grpc.aio
 from gateway.errors import UnavailableError
 from gateway.generation import Generation, Inbox
 from gateway.link import Link
-from protos import channel as wire_channel
 from protos import common_pb2, scheduler_pb2, scheduler_pb2_grpc
+from protos.channel import CHANNEL_OPTIONS
+from protos.credentials import Credentials
 
 logger = logging.getLogger(__name__)
 
@@ -30,15 +31,16 @@ _DEADLINE_GRACE_S = 1.0
 _NUM_KEPT_ABORTS = 4096
 
 # Each connection is a new one: a dead TCP connection must not come back out of gRPC's pool.
-_CHANNEL_OPTIONS = (*wire_channel.CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
+_CHANNEL_OPTIONS = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
 
 
 class SchedulerSession:
     """Submits and aborts requests, and feeds their inboxes. Everything runs in one event loop."""
 
-    def __init__(self, address: str, cluster_token: str) -> None:
+    def __init__(self, address: str, credentials: Credentials) -> None:
         self._address = address
-        self._metadata = wire_channel.token_metadata(cluster_token)
+        self._credentials = credentials
+        self._metadata = credentials.metadata
         self._gateway_id = f"gateway-{secrets.token_hex(8)}"
         self._session_number = 0
         self._generations: dict[str, Generation] = {}
@@ -134,7 +136,7 @@ class SchedulerSession:
 
     async def _connect_once(self) -> tuple[bool, str]:
         """Serve one connection; return whether the scheduler was heard in it, and why it ended."""
-        async with grpc.aio.insecure_channel(self._address, options=_CHANNEL_OPTIONS) as channel:
+        async with self._credentials.dial(self._address, _CHANNEL_OPTIONS) as channel:
             stub: scheduler_pb2_grpc.SchedulerAsyncStub = scheduler_pb2_grpc.SchedulerStub(channel)
             self._session_number += 1
             link = Link(stub, self._metadata, self._accept)
@@ -149,7 +151,7 @@ class SchedulerSession:
                 self._is_announced = False
                 self._aborted_ids.clear()
                 self._lose_scheduler(link.was_heard)
-            return link.was_heard, reason
+            return link.was_heard, reason if link.was_heard else self._credentials.explain(reason)
 
     def _greet(self, link: Link) -> None:
         hello = scheduler_pb2.Hello(

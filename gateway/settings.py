@@ -3,7 +3,7 @@
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from protos.settings import ServiceSettings
+from protos.settings import ServiceSettings, TlsCa, TlsCert, TlsKey, TlsServerName
 
 
 class GatewaySettings(ServiceSettings):
@@ -19,6 +19,10 @@ class GatewaySettings(ServiceSettings):
     cluster_token: str = Field(
         "", description="secret that every call between services carries; needed beyond loopback"
     )
+    tls_cert: TlsCert = ""
+    tls_key: TlsKey = ""
+    tls_ca: TlsCa = ""
+    tls_server_name: TlsServerName = ""
     log_level: str = Field("info", description="least severe log lines that are shown: debug, info, warning, error")
     scheduler: str = Field("127.0.0.1:50051", description="HOST:PORT of the scheduler")
 

@@ -5,21 +5,27 @@ from collections.abc import Callable
 
 import grpc
 
-from protos.channel import CHANNEL_OPTIONS, token_metadata
+from protos.credentials import Credentials, CredentialSettings
+from protos.watched_files import FileMistakeError
 
 TIMEOUT_S = 4.0
 _WILDCARD_HOSTS = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "[::]": "[::1]"}
 
 
-def probe(host: str, port: int, token: str, call: Callable[..., object]) -> int:
+def probe(host: str, port: int, settings: CredentialSettings, call: Callable[..., object]) -> int:
     """Return 0 when the service that listens on `host` and `port` answers, else 1 with one line on standard error.
 
     `call(channel, metadata=..., timeout=...)` makes one call; what it returns does not matter.
     """
     address = f"{_WILDCARD_HOSTS.get(host, host)}:{port}"
-    with grpc.insecure_channel(address, options=list(CHANNEL_OPTIONS)) as channel:
+    try:
+        credentials = Credentials.of_client(settings)
+    except FileMistakeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    with credentials.dial_blocking(address) as channel:
         try:
-            call(channel, metadata=token_metadata(token), timeout=TIMEOUT_S)
+            call(channel, metadata=credentials.metadata, timeout=TIMEOUT_S)
         except grpc.RpcError as error:
             code = error.code() if isinstance(error, grpc.Call) else error
             print(f"no answer from {address}: {code}", file=sys.stderr)

@@ -419,23 +419,49 @@ Global___RegisterResponse: _TypeAlias = RegisterResponse  # noqa: Y015
 class HeartbeatRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class NumRefusedCallsTotalEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
     LANE_EPOCH_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    NUM_REFUSED_CALLS_TOTAL_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     lane_epoch: _builtins.int
     draining: _builtins.bool
     """it is about to leave: its sequences end here, and it gets no new ones"""
+    @_builtins.property
+    def num_refused_calls_total(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """by this process since it started; see CellStats"""
+
     def __init__(
         self,
         *,
         instance_id: _builtins.str = ...,
         lane_epoch: _builtins.int = ...,
         draining: _builtins.bool = ...,
+        num_refused_calls_total: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "instance_id", b"instance_id", "lane_epoch", b"lane_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "instance_id", b"instance_id", "lane_epoch", b"lane_epoch", "num_refused_calls_total", b"num_refused_calls_total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -556,6 +582,26 @@ class CellStats(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class NumRefusedCallsTotalEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     LANES_FIELD_NUMBER: _builtins.int
     NUM_WAITING_SEQS_FIELD_NUMBER: _builtins.int
     NUM_RUNNING_SEQS_FIELD_NUMBER: _builtins.int
@@ -573,6 +619,7 @@ class CellStats(_message.Message):
     NUM_DEMOTED_BLOCKS_TOTAL_FIELD_NUMBER: _builtins.int
     NUM_PRESSED_BLOCKS_TOTAL_FIELD_NUMBER: _builtins.int
     NUM_MOVED_BLOCKS_TOTAL_FIELD_NUMBER: _builtins.int
+    NUM_REFUSED_CALLS_TOTAL_FIELD_NUMBER: _builtins.int
     num_waiting_seqs: _builtins.int
     num_running_seqs: _builtins.int
     prefix_cache_queries_total: _builtins.int
@@ -600,6 +647,10 @@ class CellStats(_message.Message):
     def shared_index(self) -> Global___SharedIndexStats:
         """absent: no Redis is configured"""
 
+    @_builtins.property
+    def num_refused_calls_total(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Calls that the scheduler and its workers have refused, by reason (protos.channel.Refusal)."""
+
     def __init__(
         self,
         *,
@@ -620,10 +671,11 @@ class CellStats(_message.Message):
         num_demoted_blocks_total: _builtins.int = ...,
         num_pressed_blocks_total: _builtins.int = ...,
         num_moved_blocks_total: _builtins.int = ...,
+        num_refused_calls_total: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["shared_index", b"shared_index"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "lanes", b"lanes", "num_demoted_blocks_total", b"num_demoted_blocks_total", "num_evicted_blocks_total", b"num_evicted_blocks_total", "num_moved_blocks_total", b"num_moved_blocks_total", "num_output_tokens_total", b"num_output_tokens_total", "num_preemptions_total", b"num_preemptions_total", "num_pressed_blocks_total", b"num_pressed_blocks_total", "num_prompt_tokens_total", b"num_prompt_tokens_total", "num_running_seqs", b"num_running_seqs", "num_steps_total", b"num_steps_total", "num_waiting_seqs", b"num_waiting_seqs", "num_worker_losses_total", b"num_worker_losses_total", "prefix_cache_hits_total", b"prefix_cache_hits_total", "prefix_cache_queries_total", b"prefix_cache_queries_total", "shared_index", b"shared_index", "uptime_ms", b"uptime_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "lanes", b"lanes", "num_demoted_blocks_total", b"num_demoted_blocks_total", "num_evicted_blocks_total", b"num_evicted_blocks_total", "num_moved_blocks_total", b"num_moved_blocks_total", "num_output_tokens_total", b"num_output_tokens_total", "num_preemptions_total", b"num_preemptions_total", "num_pressed_blocks_total", b"num_pressed_blocks_total", "num_prompt_tokens_total", b"num_prompt_tokens_total", "num_refused_calls_total", b"num_refused_calls_total", "num_running_seqs", b"num_running_seqs", "num_steps_total", b"num_steps_total", "num_waiting_seqs", b"num_waiting_seqs", "num_worker_losses_total", b"num_worker_losses_total", "prefix_cache_hits_total", b"prefix_cache_hits_total", "prefix_cache_queries_total", b"prefix_cache_queries_total", "shared_index", b"shared_index", "uptime_ms", b"uptime_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,15 +1,39 @@
 """How every service reads its settings: flags, `QUIRE_*` variables, or files of those names. Imports nothing heavy."""
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
-from pydantic import ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict, SettingsError
 
 from protos.settings_files import settings_folders
 
 ENV_PREFIX = "QUIRE_"
 LOG_LEVELS = ("debug", "info", "warning", "error")
+
+# What every service says of its certificates (protos/credentials.py).
+TlsCert = Annotated[
+    str,
+    Field(
+        description="file with the certificate, in PEM with its chain, that this service shows other services; read "
+        "again when it changes; empty: no TLS"
+    ),
+]
+TlsKey = Annotated[str, Field(description="file with the key of --tls-cert, in PEM")]
+TlsCa = Annotated[
+    str,
+    Field(
+        description="file with the authority, in PEM, whose certificates other services must show; empty: none must, "
+        "and where this service dials it trusts the certificates in its own --tls-cert"
+    ),
+]
+TlsServerName = Annotated[
+    str,
+    Field(
+        description="name that other services' certificates carry, whatever their address is; empty: the host that is "
+        "dialed"
+    ),
+]
 
 Settings = TypeVar("Settings", bound=BaseSettings)
 

@@ -19,7 +19,9 @@ from pathlib import Path
 
 from gateway.settings import GatewaySettings
 from protos.channel import is_loopback
+from protos.credentials import Credentials
 from protos.settings import SettingsMistakeError, read_settings
+from protos.watched_files import FileMistakeError
 from quire.settings import ServeSettings, child_environ
 from quire.supervisor import Service, ServiceDiedError, Supervisor
 from scheduler_svc.settings import SchedulerSettings
@@ -252,7 +254,8 @@ def main(argv: Sequence[str]) -> int:
     """Serve until stopped; return the exit code."""
     try:
         settings = read_settings(ServeSettings, argv)
-    except SettingsMistakeError as error:
+        Credentials.of_server(settings, LOOPBACK)
+    except (SettingsMistakeError, FileMistakeError) as error:
         announce(f"{error} (quire serve --help shows every flag)")
         return 2
     if not is_loopback(settings.host):

@@ -9,6 +9,7 @@ from typing import Any
 
 from protos.channel import MissingTokenError
 from protos.settings import SettingsMistakeError, read_settings
+from protos.watched_files import FileMistakeError
 from scheduler_svc.collector import collect_rarely
 from scheduler_svc.registry import AllLanesFencedError
 from scheduler_svc.server import CannotListenError, SchedulerServer
@@ -28,7 +29,7 @@ def main(args: Sequence[str] | None = None) -> int:
         )
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             return runner.run(_serve(settings))
-    except (SettingsMistakeError, MissingTokenError, CannotListenError) as error:
+    except (SettingsMistakeError, MissingTokenError, FileMistakeError, CannotListenError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
 

@@ -48,16 +48,22 @@ def tenant_salt(cluster_secret: str, tenant: str) -> bytes:
     return hmac.new(cluster_secret.encode(), b"quire/tenant-salt/1" + tenant.encode(), hashlib.sha256).digest()
 
 
+def shared_salt(cluster_secret: str) -> bytes:
+    """Return what stands for `tenant_salt` in a cell whose tenants share prefixes: 32 bytes, the same for all."""
+    return hmac.new(cluster_secret.encode(), b"quire/shared-salt/1", hashlib.sha256).digest()
+
+
 def request_from_wire(
-    submit: scheduler_pb2.Submit, model: common_pb2.ModelInfo, cluster_secret: str, now_ms: int
+    submit: scheduler_pb2.Submit, model: common_pb2.ModelInfo, salt: bytes, now_ms: int
 ) -> types.Request:
     """Return the core's request; its deadline is on the clock of `now_ms`.
+
+    Prefixes are shared with requests of the same `salt` (`tenant_salt` or `shared_salt`) and `cache_salt`.
 
     Raises SchedulerError when it names a KV format that this version does not know.
     """
     sampling = submit.sampling
     eos_token_ids = () if sampling.ignore_eos else model.eos_token_ids
-    salt = tenant_salt(cluster_secret, submit.tenant)
     has_deadline = submit.HasField("remaining_deadline_ms")
     return types.Request(
         request_id=types.RequestId(submit.request_id),

@@ -6,7 +6,7 @@ A request that cannot be served is no such error: it ends with a terminal run in
 
 import grpc
 
-from protos.channel import StatusError
+from protos.channel import Refusal, StatusError
 
 
 class ServiceError(StatusError):
@@ -17,6 +17,13 @@ class RegistrationRefusedError(ServiceError):
     """A worker does not fit this cell, or is not who it says it is."""
 
     status = grpc.StatusCode.FAILED_PRECONDITION
+    refusal = Refusal.UNFIT_REGISTER
+
+
+class StaleRegistrationError(RegistrationRefusedError):
+    """A Register is replayed or overtaken: its worker has registered with this lane epoch, or a newer one, before."""
+
+    refusal = Refusal.REPLAYED_REGISTER
 
 
 class WorkerUnreachableError(ServiceError):
@@ -29,6 +36,12 @@ class SessionRefusedError(ServiceError):
     """A session does not open as the protocol asks."""
 
     status = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class StaleSessionError(SessionRefusedError):
+    """A session is replayed or overtaken: its gateway has opened one with this number, or a newer one, before."""
+
+    refusal = Refusal.REPLAYED_SESSION
 
 
 class SessionBrokenError(ServiceError):

@@ -19,4 +19,4 @@ def ask(channel: grpc.Channel, **options: Any) -> object:
 
 if __name__ == "__main__":
     settings = read_settings(SchedulerSettings, [])
-    sys.exit(probe(settings.host, settings.scheduler_port, settings.cluster_token, ask))
+    sys.exit(probe(settings.host, settings.scheduler_port, settings, ask))

@@ -19,7 +19,7 @@ import grpc
 import grpc.aio
 
 from protos import worker_pb2
-from protos.channel import CHANNEL_OPTIONS, token_metadata
+from protos.credentials import Credentials
 from protos.worker_pb2_grpc import WorkerStub
 from scheduler_svc import convert
 from scheduler_svc.cell import Cell
@@ -59,13 +59,14 @@ class _SentStep:
 class WorkerLink:
     """A channel to a worker that can be dialed again. Every call carries the cluster token."""
 
-    def __init__(self, address: str, cluster_token: str) -> None:
+    def __init__(self, address: str, credentials: Credentials) -> None:
         self._address = address
-        self._metadata = token_metadata(cluster_token)
+        self._credentials = credentials
+        self._metadata = credentials.metadata
         self._dial()
 
     def _dial(self) -> None:
-        self._channel = grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS)
+        self._channel = self._credentials.dial(self._address)
         self._stub = WorkerStub(self._channel)
 
     async def health(self, timeout_ms: int) -> worker_pb2.HealthResponse:

@@ -22,7 +22,6 @@ class Gateway:
     """A gateway process, for as long as it has a session or requests."""
 
     gateway_id: str
-    session_number: int
     outbox: Outbox | None = None  # that of its session; None between two sessions
     requests: set[RequestId] = field(default_factory=set)
     last_submit_ms: int = 0  # when its newest submit came, in any of its sessions

@@ -6,19 +6,20 @@ Register ──▶ fits the cell? ──▶ Health at its address says the same?
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import grpc.aio
 
 from protos import common_pb2, scheduler_pb2
-from protos.channel import PROTOCOL_VERSION
+from protos.channel import PROTOCOL_VERSION, Refusals
+from protos.credentials import Credentials
 from scheduler_svc import convert
 from scheduler_svc.cell import Cell
 from scheduler_svc.core.mixed_kv import stays_native
 from scheduler_svc.core.precision import PrecisionError
 from scheduler_svc.core.types import LaneId
-from scheduler_svc.errors import RegistrationRefusedError, WorkerUnreachableError
+from scheduler_svc.errors import RegistrationRefusedError, StaleRegistrationError, WorkerUnreachableError
 from scheduler_svc.lane_driver import LaneDriver, LaneFencedError, LaneIdentity, LaneLostError, WorkerLink
 from scheduler_svc.timing import Clock, Timing
 
@@ -48,14 +49,25 @@ class Lane:
 class Registry:
     """The cell's workers. `on_model` is called when the first of them has told the cell's model."""
 
-    def __init__(self, cell: Cell, timing: Timing, clock: Clock, on_model: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        cell: Cell,
+        timing: Timing,
+        clock: Clock,
+        credentials: Credentials,
+        refusals: Refusals,
+        on_model: Callable[[], None],
+    ) -> None:
         self.kv_capacity_tokens = 0  # of the largest lane that was ever here, by which the core refuses prompts too
         self._cell = cell
         self._timing = timing
         self._clock = clock
+        self._credentials = credentials
+        self._refusals = refusals
         self._on_model = on_model
         self._lanes: dict[LaneId, Lane] = {}
         self._newest_epochs: dict[LaneId, int] = {}
+        self._told_refusals: dict[LaneId, Mapping[str, int]] = {}  # what each worker process has told so far
         self._fenced_since_ms: dict[LaneId, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -67,20 +79,24 @@ class Registry:
     async def register(self, message: scheduler_pb2.RegisterRequest) -> None:
         """Take a worker in; its lane becomes live later. Raises ServiceError with the reason for a refusal."""
         identity = LaneIdentity(LaneId(message.instance_id), message.address, message.lane_epoch)
+        self._check(message, identity)
         # A worker that ended its lane's epoch to begin one here has not gone to another scheduler.
         self._fenced_since_ms.pop(identity.lane_id, None)
-        self._check(message, identity)
         # At once, so that an older Register that is still being dialed back loses.
+        known_epoch = self._newest_epochs.get(identity.lane_id)
         self._newest_epochs[identity.lane_id] = identity.lane_epoch
-        link = WorkerLink(identity.address, self._cell.settings.cluster_token)
+        link = WorkerLink(identity.address, self._credentials)
         try:
             await self._dial_back(link, identity)
-            if self._newest_epochs[identity.lane_id] != identity.lane_epoch:
-                raise RegistrationRefusedError(
-                    f"lane_epoch {identity.lane_epoch}: a newer one has registered meanwhile"
-                )
+            if self._newest_epochs.get(identity.lane_id) != identity.lane_epoch:
+                raise StaleRegistrationError(f"lane_epoch {identity.lane_epoch}: a newer one has registered meanwhile")
             self._check_model(message.model)
         except BaseException:
+            # An epoch that somebody made up must not keep out the worker whose name he took.
+            if self._newest_epochs.get(identity.lane_id) == identity.lane_epoch:
+                self._newest_epochs.pop(identity.lane_id)
+                if known_epoch is not None:
+                    self._newest_epochs[identity.lane_id] = known_epoch
             await link.close()
             raise
         self._admit(message, identity, link)
@@ -91,6 +107,7 @@ class Registry:
         if lane is None or lane.driver.identity.lane_epoch != message.lane_epoch:
             return scheduler_pb2.HeartbeatResponse(known=False)
         lane.last_heartbeat_ms = self._clock()
+        self._count_refusals(lane.driver.identity.lane_id, message.num_refused_calls_total)
         drained = message.draining and (not lane.driver.is_live or self._cell.drain_lane(lane.driver.identity.lane_id))
         if drained:
             logger.info("lane %s at %s has left", lane.driver.identity.lane_id, lane.driver.identity.address)
@@ -149,7 +166,7 @@ class Registry:
             )
         newest_epoch = self._newest_epochs.get(identity.lane_id)
         if newest_epoch is not None and identity.lane_epoch <= newest_epoch:
-            raise RegistrationRefusedError(
+            raise StaleRegistrationError(
                 f"lane_epoch must grow: the worker has {identity.lane_epoch}, the scheduler knows {newest_epoch}"
             )
 
@@ -176,7 +193,8 @@ class Registry:
             health = await link.health(self._timing.dial_ms)
         except grpc.aio.AioRpcError as error:
             raise WorkerUnreachableError(
-                f"the scheduler cannot reach the worker at {identity.address}: {error.details()}"
+                f"the scheduler cannot reach the worker at {identity.address}: "
+                + self._credentials.explain(error.details())
             ) from error
         if (health.instance_id, health.lane_epoch) != (identity.lane_id, identity.lane_epoch):
             raise RegistrationRefusedError(
@@ -220,6 +238,11 @@ class Registry:
             self._lose(lane, str(error))
         except Exception as error:
             self._cell.fail(error)
+
+    def _count_refusals(self, lane_id: LaneId, totals: Mapping[str, int]) -> None:
+        told = self._told_refusals.get(lane_id, {})
+        self._refusals.add({reason: max(0, total - told.get(reason, 0)) for reason, total in totals.items()})
+        self._told_refusals[lane_id] = {**told, **totals}
 
     def _forget_fences(self, before_ms: int) -> None:
         for lane_id, since_ms in list(self._fenced_since_ms.items()):

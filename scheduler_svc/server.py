@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import grpc.aio
 
 from protos import scheduler_pb2
-from protos.channel import SERVER_OPTIONS, ErrorInterceptor, TokenInterceptor, require_token_beyond_loopback
+from protos.channel import SERVER_OPTIONS, ErrorInterceptor, Refusals, TokenInterceptor
+from protos.credentials import Credentials
 from protos.scheduler_pb2_grpc import add_SchedulerServicer_to_server
 from scheduler_svc.cell import Cell
 from scheduler_svc.core.types import ErrorCode, SchedulerError
@@ -45,8 +46,8 @@ class SchedulerServer:
         clock: Clock = monotonic_ms,
         index_timing: IndexTiming | None = None,
     ) -> None:
-        require_token_beyond_loopback(settings.host, settings.cluster_token)
         self._settings = settings
+        self._credentials = Credentials.of_server(settings, settings.host)
         self._timing = timing or Timing()
         self._clock = clock
         self._started_ms = clock()
@@ -62,10 +63,14 @@ class SchedulerServer:
             else None,
         )
         self.hub = SessionHub(self.cell, ownership, self._timing, clock)
-        self.registry = Registry(self.cell, self._timing, clock, on_model=self.hub.submit_held)
+        self.refusals = refusals = Refusals()
+        self.registry = Registry(
+            self.cell, self._timing, clock, self._credentials, refusals, on_model=self.hub.submit_held
+        )
         self._service = SchedulerService(self.cell, self.hub, self.registry, self.figures, self._timing, clock)
         self._server = grpc.aio.server(
-            interceptors=[TokenInterceptor(settings.cluster_token), ErrorInterceptor()], options=SERVER_OPTIONS
+            interceptors=[TokenInterceptor(settings.cluster_token, refusals), ErrorInterceptor(refusals)],
+            options=SERVER_OPTIONS,
         )
         self._ticker: asyncio.Task[None] | None = None
         self._drained = asyncio.Event()
@@ -79,7 +84,7 @@ class SchedulerServer:
             # Asked of the system first: gRPC tells no reason, and prints lines of its own.
             with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
                 pass
-            port = self._server.add_insecure_port(f"{shown_host}:{port}")
+            port = self._credentials.add_port(self._server, f"{shown_host}:{port}")
         except (OSError, RuntimeError) as error:
             # Of "Address already in use (while attempting to bind ...)" the address is said already.
             reason = str(error.strerror if isinstance(error, OSError) else error).partition(" (while")[0]
@@ -125,6 +130,7 @@ class SchedulerServer:
             uptime_ms=self._clock() - self._started_ms,
             is_draining=self.hub.is_draining,
             shared_index=self.shared_index,
+            refusals=self.refusals,
         )
 
     def _make_shared_index(self, timing: IndexTiming) -> "RedisIndex | None":

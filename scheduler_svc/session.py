@@ -7,12 +7,14 @@ from protos import scheduler_pb2
 from scheduler_svc import convert
 from scheduler_svc.cell import Cell
 from scheduler_svc.core.types import ErrorCode, FinishReason, RequestId, SchedulerError
-from scheduler_svc.errors import ServiceError, SessionBrokenError, SessionRefusedError
+from scheduler_svc.errors import ServiceError, SessionBrokenError, SessionRefusedError, StaleSessionError
 from scheduler_svc.outbox import Outbox
 from scheduler_svc.ownership import Gateway, Owned, Ownership
 from scheduler_svc.timing import Clock, Timing
 
 logger = logging.getLogger(__name__)
+
+_NUM_KEPT_NUMBERS = 4096
 
 
 class GatewaySession:
@@ -37,6 +39,8 @@ class SessionHub:
         self._clock = clock
         self._gateways: dict[str, Gateway] = {}
         self._sessions: dict[str, GatewaySession] = {}  # by gateway id
+        # Session numbers by gateway id, of gateways that are gone too, so that no old Hello is taken; the latest last.
+        self._newest_numbers: dict[str, int] = {}
         # Requests wait here until a worker has told the model: without it no block hash can be made.
         self._held: dict[RequestId, Owned] = {}
 
@@ -61,15 +65,12 @@ class SessionHub:
     def open(self, hello: scheduler_pb2.Hello, end: Callable[[ServiceError], None]) -> GatewaySession:
         """Begin a gateway's session: it supersedes an older one, and requests that it does not list are aborted.
 
-        Raises SessionRefusedError unless the session is the gateway's newest.
+        Raises StaleSessionError unless the session is the gateway's newest.
         """
+        self._take_number(hello)
         gateway = self._gateways.get(hello.gateway_id)
         if gateway is None:
-            gateway = self._gateways[hello.gateway_id] = Gateway(hello.gateway_id, hello.session_number)
-        elif hello.session_number <= gateway.session_number:
-            raise SessionRefusedError(
-                f"session_number must grow: the gateway sent {hello.session_number} after {gateway.session_number}"
-            )
+            gateway = self._gateways[hello.gateway_id] = Gateway(hello.gateway_id)
         older = self._sessions.get(gateway.gateway_id)
         if older is not None:
             self._break(older, "a newer session has taken its place")
@@ -77,12 +78,12 @@ class SessionHub:
         # Breaking the older session forgets a gateway without requests.
         self._gateways[gateway.gateway_id] = gateway
         self._sessions[gateway.gateway_id] = session
-        gateway.session_number, gateway.outbox = hello.session_number, session.outbox
+        gateway.outbox = session.outbox
         for request_id in gateway.requests.difference(hello.request_ids):
             self._ownership.forget(request_id)
             self._end(request_id)
         self._ownership.detach(gateway, self._clock())
-        logger.info("gateway %s opened session %d", gateway.gateway_id, gateway.session_number)
+        logger.info("gateway %s opened session %d", gateway.gateway_id, hello.session_number)
         return session
 
     def close(self, session: GatewaySession) -> None:
@@ -207,11 +208,26 @@ class SessionHub:
             return
         self._held[request_id] = owned
 
+    def _take_number(self, hello: scheduler_pb2.Hello) -> None:
+        newest = self._newest_numbers.get(hello.gateway_id)
+        if newest is not None and hello.session_number <= newest:
+            raise StaleSessionError(f"session_number must grow: the gateway sent {hello.session_number} after {newest}")
+        self._newest_numbers.pop(hello.gateway_id, None)
+        self._newest_numbers[hello.gateway_id] = hello.session_number
+        if len(self._newest_numbers) > _NUM_KEPT_NUMBERS:
+            del self._newest_numbers[next(iter(self._newest_numbers))]
+
+    def _salt(self, tenant: str) -> bytes:
+        settings = self._cell.settings
+        if settings.share_prefixes:
+            return convert.shared_salt(settings.cluster_token)
+        return convert.tenant_salt(settings.cluster_token, tenant)
+
     def _to_core(self, owned: Owned) -> None:
-        model, secret = self._cell.model, self._cell.settings.cluster_token
+        model, salt = self._cell.model, self._salt(owned.submit.tenant)
         assert model is not None, "held until there is one"
         try:
-            self._cell.submit(convert.request_from_wire(owned.submit, model, secret, self._clock()))
+            self._cell.submit(convert.request_from_wire(owned.submit, model, salt, self._clock()))
         except SchedulerError as error:
             self._ownership.route(owned.ends(FinishReason.ERROR, error))
 

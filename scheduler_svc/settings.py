@@ -5,7 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from protos.settings import ServiceSettings
+from protos.settings import ServiceSettings, TlsCa, TlsCert, TlsKey, TlsServerName
 from scheduler_svc.core.precision import PrecisionError, PrecisionPolicy, parse_policy, policy_of_dtype
 from scheduler_svc.index.redis_url import parse_redis_url
 
@@ -19,6 +19,10 @@ class SchedulerSettings(ServiceSettings):
     cluster_token: str = Field(
         default="", description="secret that every call between services carries; needed beyond loopback"
     )
+    tls_cert: TlsCert = ""
+    tls_key: TlsKey = ""
+    tls_ca: TlsCa = ""
+    tls_server_name: TlsServerName = ""
     log_level: str = Field(
         default="info", description="least severe log lines that are shown: debug, info, warning, error"
     )
@@ -44,6 +48,11 @@ class SchedulerSettings(ServiceSettings):
     enable_prefix_caching: bool = Field(
         default=True,
         description="reuse the KV of prompt prefixes that were computed before, instead of computing them again",
+    )
+    share_prefixes: bool = Field(
+        default=False,
+        description="reuse prefixes across tenants too; a client can then tell by the time that its request takes "
+        "whether another tenant has sent the same prompt",
     )
     kv_cache_dtype: str = Field(
         default="auto",

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from protos import scheduler_pb2
+from protos.channel import Refusals
 from scheduler_svc.cell import Cell
 from scheduler_svc.registry import Lane
 
@@ -19,6 +20,7 @@ def cell_stats(
     uptime_ms: int,
     is_draining: bool,
     shared_index: "RedisIndex | None",
+    refusals: Refusals,
 ) -> scheduler_pb2.CellStats:
     """Return what dashboards see of the cell: its live lanes, its queue, and totals since the scheduler's start."""
     counters = cell.core.counters
@@ -40,6 +42,7 @@ def cell_stats(
         num_pressed_blocks_total=counters.pressed_blocks,
         num_moved_blocks_total=counters.moved_blocks,
         shared_index=_shared_index_stats(shared_index) if shared_index is not None else None,
+        num_refused_calls_total=refusals.totals,
     )
 
 

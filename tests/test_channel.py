@@ -7,7 +7,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from protos.channel import ErrorInterceptor, StatusError
+from protos.channel import ErrorInterceptor, Refusals, StatusError
 
 
 class TeapotError(StatusError):
@@ -53,7 +53,7 @@ async def call_method(channel: grpc.aio.Channel, name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(HANDLERS))
 async def test_error_of_a_method_of_any_kind_becomes_its_status(name: str) -> None:
-    server = grpc.aio.server(interceptors=(ErrorInterceptor(),))
+    server = grpc.aio.server(interceptors=(ErrorInterceptor(Refusals()),))
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", HANDLERS),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -26,8 +26,10 @@ ALLOWED = {
     "quire": {
         "quire",
         "protos.channel",
+        "protos.credentials",
         "protos.settings",
         "protos.settings_files",
+        "protos.watched_files",
         "gateway.settings",
         "scheduler_svc.settings",
         "worker_svc.settings",

@@ -10,8 +10,10 @@ import signal
 import sys
 from types import FrameType
 
-from protos.channel import MissingTokenError, require_token_beyond_loopback
+from protos.channel import MissingTokenError
+from protos.credentials import Credentials
 from protos.settings import SettingsMistakeError, read_settings
+from protos.watched_files import FileMistakeError
 from worker_svc.settings import WorkerSettings
 from worker_svc.threads import prepare_environment, set_num_threads
 
@@ -22,8 +24,8 @@ def main(arguments: list[str]) -> int:
     """Run a worker; return the exit code."""
     try:
         settings = read_settings(WorkerSettings, arguments)
-        require_token_beyond_loopback(settings.host, settings.cluster_token)
-    except (SettingsMistakeError, MissingTokenError) as error:
+        credentials = Credentials.of_server(settings, settings.host)
+    except (SettingsMistakeError, MissingTokenError, FileMistakeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     logging.basicConfig(
@@ -35,10 +37,10 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, _exit_at_once)
     signal.signal(signal.SIGINT, _exit_at_once)
     prepare_environment(settings.num_threads)
-    return _run(settings)
+    return _run(settings, credentials)
 
 
-def _run(settings: WorkerSettings) -> int:
+def _run(settings: WorkerSettings, credentials: Credentials) -> int:
     # These load torch, for which the environment had to be ready.
     from kernels.errors import KernelError
     from worker_svc.app import serve
@@ -48,7 +50,7 @@ def _run(settings: WorkerSettings) -> int:
 
     set_num_threads(settings.num_threads)
     try:
-        asyncio.run(serve(load_worker(settings), settings))
+        asyncio.run(serve(load_worker(settings), settings, credentials))
     except (WorkerError, ModelError, KernelError) as error:
         logger.error("%s", " ".join(str(error).split()))
         logger.debug("how that came about", exc_info=True)

@@ -12,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from kernels.formats import RECIPES, Format
-from protos.channel import PROTOCOL_VERSION
+from protos.channel import PROTOCOL_VERSION, Refusals
+from protos.credentials import Credentials
 from protos.scheduler_pb2 import RegisterRequest
 from worker_svc.assembly import LoadedWorker
 from worker_svc.device import use_device
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 _WILDCARD_HOSTS = ("0.0.0.0", "::", "[::]")
 
 
-async def serve(worker: LoadedWorker, settings: WorkerSettings) -> None:
+async def serve(worker: LoadedWorker, settings: WorkerSettings, credentials: Credentials) -> None:
     """Listen, register and run steps until SIGTERM or SIGINT, then drain. Raises StartupError, or DeviceFaultError.
 
     After a DeviceHungError the device thread is left behind, and a process that ends as usual would wait for it.
@@ -41,10 +42,11 @@ async def serve(worker: LoadedWorker, settings: WorkerSettings) -> None:
         fence = StepFence(worker.runner, device, lambda fault: _settle(end, fault))
         offer = make_offer(worker)
         service = WorkerService(offer.instance_id, fence)
-        server, port = await start_server(service, settings.host, settings.worker_port, settings.cluster_token)
+        refusals = Refusals()
+        server, port = await start_server(service, settings.host, settings.worker_port, credentials, refusals)
         bound = f"{_in_address(settings.host)}:{port}"
         offer.address = settings.worker_address or f"{_reachable(settings.host)}:{port}"
-        registration = Registration(settings.scheduler, settings.cluster_token, offer, fence)
+        registration = Registration(settings.scheduler, credentials, offer, fence, refusals)
         task = asyncio.create_task(registration.run())
         task.add_done_callback(lambda task: None if task.cancelled() else _settle(end, task.exception()))
         # What loading made stays for good: the collector need not look at it again.

@@ -5,6 +5,7 @@ WorkerError
 │   └── OutOfMemoryAtStartError
 ├── WrongInstanceError      the caller means another process
 ├── FencedError             the caller is not, or no longer, the scheduler that this worker obeys
+│   └── EpochEndedError     that came to be while a step was waiting
 ├── StepGapError            a step is neither the next one nor one whose result is kept
 ├── MalformedStepError      a step contradicts what the worker knows; the step fails as a whole
 └── DeviceFaultError        the device is gone; the process must end
@@ -13,7 +14,7 @@ WorkerError
 
 import grpc
 
-from protos.channel import StatusError
+from protos.channel import Refusal, StatusError
 
 
 class WorkerError(StatusError):
@@ -36,18 +37,27 @@ class WrongInstanceError(WorkerError):
     """The caller means another process: this one was started at an address that it knew."""
 
     status = grpc.StatusCode.FAILED_PRECONDITION
+    refusal = Refusal.WRONG_INSTANCE
 
 
 class FencedError(WorkerError):
     """The lane epoch that the caller names is not the current one."""
 
     status = grpc.StatusCode.FAILED_PRECONDITION
+    refusal: Refusal | None = Refusal.FENCED_STEPS
+
+
+class EpochEndedError(FencedError):
+    """The lane epoch of a step that was taken has ended before it was answered; nobody did wrong."""
+
+    refusal = None
 
 
 class StepGapError(WorkerError):
     """A step is neither the next one nor one whose result is kept."""
 
     status = grpc.StatusCode.FAILED_PRECONDITION
+    refusal = Refusal.STEP_GAP
 
 
 class MalformedStepError(WorkerError):

@@ -14,7 +14,7 @@ from concurrent.futures import Executor, Future
 from typing import TypeVar
 
 from protos import worker_pb2 as pb
-from worker_svc.errors import DeviceHungError, FencedError, StepGapError
+from worker_svc.errors import DeviceHungError, EpochEndedError, FencedError, StepGapError
 from worker_svc.step import StepRunner
 
 NUM_KEPT_RESULTS = 4
@@ -56,10 +56,13 @@ class StepFence:
     async def adopt(self, lane_epoch: int) -> list[pb.ManifestPart]:
         """Make `lane_epoch` the current one; return the manifest.
 
-        Raises FencedError unless it was registered last, and DeviceHungError.
+        Raises FencedError unless it was registered last and not adopted before, and DeviceHungError.
         """
         async with self._adopting:
             self._check_registered(lane_epoch)
+            # Once, or a Manifest that is sent again could end the steps of the scheduler that sent it first.
+            if lane_epoch == self._obeyed_epoch:
+                raise FencedError(f"lane epoch {lane_epoch} was adopted before")
             self._drop_steps()
             manifest = await self._on_device(self._runner.fence)
             self._check_registered(lane_epoch)
@@ -123,7 +126,7 @@ class StepFence:
             job.cancel()
         for answer in self._answers.values():
             if not answer.done():
-                _set_error(answer, FencedError("the worker has turned to another lane epoch"))
+                _set_error(answer, EpochEndedError("the worker has turned to another lane epoch"))
         self._answers.clear()
         self._next_step_id = 1
 

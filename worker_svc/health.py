@@ -22,4 +22,4 @@ def ask(channel: grpc.Channel, **options: Any) -> object:
 
 if __name__ == "__main__":
     settings = read_settings(WorkerSettings, [])
-    sys.exit(probe(settings.host, settings.worker_port, settings.cluster_token, ask))
+    sys.exit(probe(settings.host, settings.worker_port, settings, ask))

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import grpc
 import grpc.aio
 
-from protos.channel import CHANNEL_OPTIONS, token_metadata
+from protos.channel import CHANNEL_OPTIONS, Refusals
+from protos.credentials import Credentials
 from protos.scheduler_pb2 import HeartbeatRequest, RegisterRequest
 from protos.scheduler_pb2_grpc import SchedulerStub
 from worker_svc.fence import StepFence
@@ -29,30 +30,40 @@ DRAIN_POLL_S = 0.1
 # A scheduler that answers no heartbeat for this long is gone.
 SILENCE_S = 3.0
 # A scheduler that is ending may accept a connection that it never serves; gRPC would wait 20 s for it by default.
-_CHANNEL_OPTIONS = (*CHANNEL_OPTIONS, ("grpc.min_reconnect_backoff_ms", 1000))
+# A pool of its own keeps gRPC from handing out a connection that failed before, with its backoff.
+_CHANNEL_OPTIONS = (
+    *CHANNEL_OPTIONS,
+    ("grpc.min_reconnect_backoff_ms", 1000),
+    ("grpc.use_local_subchannel_pool", 1),
+)
 
 
 class Registration:
     """One worker's standing with the scheduler. `offer` is what it registers with; its lane_epoch is filled in here."""
 
-    def __init__(self, scheduler: str, cluster_token: str, offer: RegisterRequest, fence: StepFence) -> None:
+    def __init__(
+        self, scheduler: str, credentials: Credentials, offer: RegisterRequest, fence: StepFence, refusals: Refusals
+    ) -> None:
         self._scheduler = scheduler
-        self._metadata = token_metadata(cluster_token)
+        self._credentials = credentials
+        self._metadata = credentials.metadata
         self._offer = offer
         self._fence = fence
+        self._refusals = refusals
         self._last_complaint = ""
 
     async def run(self) -> None:
         """Register and stay registered until cancelled."""
-        async with grpc.aio.insecure_channel(self._scheduler, options=_CHANNEL_OPTIONS) as channel:
-            stub: SchedulerAsyncStub = SchedulerStub(channel)
-            while True:
+        while True:
+            # A new channel each time: it goes by the certificates of the moment.
+            async with self._credentials.dial(self._scheduler, _CHANNEL_OPTIONS) as channel:
+                stub: SchedulerAsyncStub = SchedulerStub(channel)
                 interval_s = await self._register(stub)
-                if interval_s is None:
-                    await asyncio.sleep(RETRY_S)
+                if interval_s is not None:
+                    reason = await self._beat(stub, interval_s)
+                    logger.warning("registering again: %s", reason)
                     continue
-                reason = await self._beat(stub, interval_s)
-                logger.warning("registering again: %s", reason)
+            await asyncio.sleep(RETRY_S)
 
     async def drain(self, patience_s: float) -> None:
         """Get no new sequences any more, and wait until those that run here have ended; `run` must have been cancelled.
@@ -66,7 +77,7 @@ class Registration:
         with contextlib.suppress(TimeoutError, grpc.aio.AioRpcError):
             async with (
                 asyncio.timeout(patience_s),
-                grpc.aio.insecure_channel(self._scheduler, options=_CHANNEL_OPTIONS) as channel,
+                self._credentials.dial(self._scheduler, _CHANNEL_OPTIONS) as channel,
             ):
                 stub: SchedulerAsyncStub = SchedulerStub(channel)
                 while True:
@@ -94,6 +105,7 @@ class Registration:
         request = HeartbeatRequest(instance_id=self._offer.instance_id, lane_epoch=self._offer.lane_epoch)
         while True:
             await asyncio.sleep(interval_s)
+            request.num_refused_calls_total.update(self._refusals.totals)
             try:
                 answer = await stub.Heartbeat(request, timeout=SILENCE_S, metadata=self._metadata)
             except grpc.aio.AioRpcError as error:
@@ -106,7 +118,7 @@ class Registration:
 
     def _complain(self, error: grpc.aio.AioRpcError) -> None:
         """Log why registering failed: once, not at every try."""
-        code, details = error.code(), error.details() or ""
+        code, details = error.code(), self._credentials.explain(error.details())
         if code.name == self._last_complaint:
             return
         self._last_complaint = code.name

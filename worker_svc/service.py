@@ -7,7 +7,8 @@ from typing import Any
 import grpc.aio
 
 from protos import worker_pb2 as pb
-from protos.channel import SERVER_OPTIONS, ErrorInterceptor, TokenInterceptor
+from protos.channel import SERVER_OPTIONS, ErrorInterceptor, Refusals, TokenInterceptor
+from protos.credentials import Credentials
 from protos.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from worker_svc.errors import StartupError, WorkerError, WrongInstanceError
 from worker_svc.fence import StepFence
@@ -58,13 +59,16 @@ class WorkerService(WorkerServicer):
             answers.put_nowait(None)
 
 
-async def start_server(service: WorkerService, host: str, port: int, cluster_token: str) -> tuple[grpc.aio.Server, int]:
+async def start_server(
+    service: WorkerService, host: str, port: int, credentials: Credentials, refusals: Refusals
+) -> tuple[grpc.aio.Server, int]:
     """Start serving; return the server and its port. Raises StartupError when the port cannot be had."""
-    server = grpc.aio.server(interceptors=(TokenInterceptor(cluster_token), ErrorInterceptor()), options=SERVER_OPTIONS)
+    interceptors = (TokenInterceptor(credentials.token, refusals), ErrorInterceptor(refusals))
+    server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
     add_WorkerServicer_to_server(service, server)
     shown_host = f"[{host}]" if ":" in host else host
     try:
-        bound_port = server.add_insecure_port(f"{shown_host}:{port}")
+        bound_port = credentials.add_port(server, f"{shown_host}:{port}")
     except RuntimeError as error:
         raise StartupError(f"cannot listen on {shown_host}:{port} (is the port in use?)") from error
     await server.start()

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, ByteSize, Field, field_validator
 from pydantic_settings import SettingsConfigDict
 
-from protos.settings import ServiceSettings
+from protos.settings import ServiceSettings, TlsCa, TlsCert, TlsKey, TlsServerName
 
 BLOCK_SIZES = (8, 16, 32)  # what the kernels are compiled for
 
@@ -33,6 +33,10 @@ class WorkerSettings(ServiceSettings):
     cluster_token: str = Field(
         "", description="secret that every call between services carries; needed beyond loopback"
     )
+    tls_cert: TlsCert = ""
+    tls_key: TlsKey = ""
+    tls_ca: TlsCa = ""
+    tls_server_name: TlsServerName = ""
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="least severe log lines that are shown: debug, info, warning, error"
     )

@@ -9,7 +9,8 @@ import grpc.aio
 import pytest
 
 from protos import scheduler_pb2, worker_pb2
-from protos.channel import CHANNEL_OPTIONS, token_metadata
+from protos.channel import CHANNEL_OPTIONS, Refusals, token_metadata
+from protos.credentials import Credentials
 from scheduler_svc.server import SchedulerServer
 from scheduler_svc.settings import SchedulerSettings
 from tests.worker.fakes import make_runner
@@ -31,7 +32,7 @@ async def addresses() -> AsyncIterator[dict[str, str]]:
     scheduler_address = await scheduler.start()
     with ThreadPoolExecutor(1) as device:
         service = WorkerService("worker", StepFence(make_runner(), device, lambda _fault: None))
-        worker, worker_port = await start_server(service, "127.0.0.1", 0, TOKEN)
+        worker, worker_port = await start_server(service, "127.0.0.1", 0, Credentials(TOKEN), Refusals())
         yield {"Scheduler": scheduler_address, "Worker": f"127.0.0.1:{worker_port}"}
         await worker.stop(None)
     await scheduler.stop()

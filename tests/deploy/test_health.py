@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from bench.cell import free_port
+from protos.channel import Refusals
+from protos.credentials import Credentials
 from scheduler_svc.server import SchedulerServer
 from scheduler_svc.settings import SchedulerSettings
 from tests.deploy.engine import ROOT
@@ -25,7 +27,7 @@ async def ports() -> AsyncIterator[dict[str, int]]:
     address = await scheduler.start()
     with ThreadPoolExecutor(1) as device:
         service = WorkerService("worker", StepFence(make_runner(), device, lambda _fault: None))
-        worker, worker_port = await start_server(service, "127.0.0.1", 0, TOKEN)
+        worker, worker_port = await start_server(service, "127.0.0.1", 0, Credentials(TOKEN), Refusals())
         yield {"scheduler_svc": int(address.rpartition(":")[2]), "worker_svc": worker_port}
         await worker.stop(None)
     await scheduler.stop()

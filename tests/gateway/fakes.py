@@ -18,7 +18,7 @@ from gateway.answering import Gateway
 from gateway.server import Server, listen, url_of
 from gateway.settings import GatewaySettings
 from protos import common_pb2, scheduler_pb2, scheduler_pb2_grpc
-from protos.channel import CHANNEL_OPTIONS, TokenInterceptor
+from protos.channel import CHANNEL_OPTIONS, Refusals, TokenInterceptor
 
 MODEL_NAME = "tiny"
 MAX_MODEL_LEN = 256
@@ -144,7 +144,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
 
     async def start(self, token: str = "") -> None:
         """Listen; after a stop, on the same port again."""
-        self._server = grpc.aio.server(options=CHANNEL_OPTIONS, interceptors=[TokenInterceptor(token)])
+        self._server = grpc.aio.server(options=CHANNEL_OPTIONS, interceptors=[TokenInterceptor(token, Refusals())])
         scheduler_pb2_grpc.add_SchedulerServicer_to_server(self, self._server)
         port = self._server.add_insecure_port(self.address)
         self.address = f"127.0.0.1:{port}"

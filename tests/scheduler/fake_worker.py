@@ -15,7 +15,7 @@ import grpc.aio
 
 from protos import common_pb2, scheduler_pb2, worker_pb2
 from protos.block_hash import HASH_BYTES
-from protos.channel import CHANNEL_OPTIONS, PROTOCOL_VERSION, TokenInterceptor, token_metadata
+from protos.channel import CHANNEL_OPTIONS, PROTOCOL_VERSION, Refusals, TokenInterceptor, token_metadata
 from protos.scheduler_pb2_grpc import SchedulerStub
 from protos.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 
@@ -98,7 +98,7 @@ class FakeWorker(WorkerServicer):
         self._rows: dict[int, _Row] = {}
         self._must_restart = False
         self._heartbeats: asyncio.Task[None] | None = None
-        self._server = grpc.aio.server(interceptors=[TokenInterceptor(self.token)], options=CHANNEL_OPTIONS)
+        self._server = grpc.aio.server(interceptors=[TokenInterceptor(self.token, Refusals())], options=CHANNEL_OPTIONS)
 
     # ---- its life
 

@@ -52,25 +52,25 @@ def test_tenant_salt_depends_on_secret_and_tenant_alone() -> None:
 def test_request_has_the_models_stop_tokens_unless_it_ignores_them() -> None:
     submit = make_submit()
     submit.sampling.stop_token_ids.append(9)
-    request = convert.request_from_wire(submit, make_model(), "", now_ms=0)
+    request = convert.request_from_wire(submit, make_model(), b"", now_ms=0)
     assert request.ending.stop_token_ids == {9, EOS_TOKEN_ID}
     submit.sampling.ignore_eos = True
-    request = convert.request_from_wire(submit, make_model(), "", now_ms=0)
+    request = convert.request_from_wire(submit, make_model(), b"", now_ms=0)
     assert request.ending.stop_token_ids == {9}
 
 
 def test_deadline_is_on_the_schedulers_clock() -> None:
-    assert convert.request_from_wire(make_submit(), make_model(), "", now_ms=7).deadline_ms is None
+    assert convert.request_from_wire(make_submit(), make_model(), b"", now_ms=7).deadline_ms is None
     submit = make_submit(remaining_deadline_ms=0)
-    assert convert.request_from_wire(submit, make_model(), "", now_ms=7).deadline_ms == 7
+    assert convert.request_from_wire(submit, make_model(), b"", now_ms=7).deadline_ms == 7
 
 
 def test_a_requests_precision_floor_is_a_format_that_is_known() -> None:
-    assert convert.request_from_wire(make_submit(), make_model(), "", now_ms=0).kv_precision_floor is None
+    assert convert.request_from_wire(make_submit(), make_model(), b"", now_ms=0).kv_precision_floor is None
     native = make_submit(kv_precision_floor=0)
-    assert convert.request_from_wire(native, make_model(), "", now_ms=0).kv_precision_floor is Format.NATIVE
+    assert convert.request_from_wire(native, make_model(), b"", now_ms=0).kv_precision_floor is Format.NATIVE
     with pytest.raises(SchedulerError, match="code 7") as caught:
-        convert.request_from_wire(make_submit(kv_precision_floor=7), make_model(), "", now_ms=0)
+        convert.request_from_wire(make_submit(kv_precision_floor=7), make_model(), b"", now_ms=0)
     assert caught.value.param == "kv_precision_floor"
 
 
@@ -78,7 +78,7 @@ def test_delivered_is_by_index() -> None:
     submit = make_submit(n=3)
     submit.delivered.add(index=1, token_ids=[4, 5])
     submit.delivered.add(index=2, finish_reason=common_pb2.FINISH_REASON_STOP)
-    delivered = convert.request_from_wire(submit, make_model(), "", now_ms=0).delivered
+    delivered = convert.request_from_wire(submit, make_model(), b"", now_ms=0).delivered
     assert delivered[1].token_ids == [4, 5]
     assert delivered[1].finish_reason is None
     assert delivered[2].finish_reason is FinishReason.STOP

@@ -11,7 +11,8 @@ import pytest
 import pytest_asyncio
 
 from protos import scheduler_pb2 as pb
-from protos.channel import CHANNEL_OPTIONS, PROTOCOL_VERSION, TokenInterceptor
+from protos.channel import CHANNEL_OPTIONS, PROTOCOL_VERSION, Refusals, TokenInterceptor
+from protos.credentials import Credentials
 from protos.scheduler_pb2_grpc import SchedulerServicer, add_SchedulerServicer_to_server
 from tests.worker.fakes import make_runner
 from worker_svc import registration
@@ -62,7 +63,7 @@ class FakeScheduler(SchedulerServicer):
 
 async def start_scheduler(port: int = 0) -> tuple[FakeScheduler, grpc.aio.Server, int]:
     scheduler = FakeScheduler()
-    server = grpc.aio.server(interceptors=(TokenInterceptor(TOKEN),), options=CHANNEL_OPTIONS)
+    server = grpc.aio.server(interceptors=(TokenInterceptor(TOKEN, Refusals()),), options=CHANNEL_OPTIONS)
     add_SchedulerServicer_to_server(scheduler, server)
     bound = server.add_insecure_port(f"127.0.0.1:{port}")
     await server.start()
@@ -87,7 +88,7 @@ class Running:
 
     def __init__(self, port: int, fence: StepFence) -> None:
         offer = pb.RegisterRequest(protocol_version=PROTOCOL_VERSION, instance_id="worker-1", address="here:1")
-        self._registration = Registration(f"127.0.0.1:{port}", TOKEN, offer, fence)
+        self._registration = Registration(f"127.0.0.1:{port}", Credentials(TOKEN), offer, fence, Refusals())
 
     async def __aenter__(self) -> Registration:
         self._task = asyncio.create_task(self._registration.run())

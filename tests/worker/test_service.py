@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from protos import worker_pb2 as pb
-from protos.channel import CHANNEL_OPTIONS, token_metadata
+from protos.channel import CHANNEL_OPTIONS, Refusals, token_metadata
+from protos.credentials import Credentials
 from protos.worker_pb2_grpc import WorkerStub
 from tests.worker.fakes import (
     FakeCompute,
@@ -58,11 +59,14 @@ class GatedCompute(FakeCompute):
 class Worker:
     """A served worker and a client of it."""
 
-    def __init__(self, compute: FakeCompute, fence: StepFence, port: int, faults: list[BaseException]) -> None:
+    def __init__(
+        self, compute: FakeCompute, fence: StepFence, port: int, faults: list[BaseException], refusals: Refusals
+    ) -> None:
         self.compute = compute
         self.fence = fence
         self.port = port
         self.faults = faults
+        self.refusals = refusals
         self.channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=CHANNEL_OPTIONS)
         self.stub = WorkerStub(self.channel)
         self.metadata = token_metadata(TOKEN)
@@ -107,8 +111,9 @@ async def worker(compute: FakeCompute) -> AsyncIterator[Worker]:
     device = ThreadPoolExecutor(1)
     faults: list[BaseException] = []
     fence = StepFence(make_runner(compute), device, faults.append)
-    server, port = await start_server(WorkerService(INSTANCE, fence), "127.0.0.1", 0, TOKEN)
-    worker = Worker(compute, fence, port, faults)
+    refusals = Refusals()
+    server, port = await start_server(WorkerService(INSTANCE, fence), "127.0.0.1", 0, Credentials(TOKEN), refusals)
+    worker = Worker(compute, fence, port, faults, refusals)
     yield worker
     await worker.channel.close()
     await server.stop(0)
@@ -128,8 +133,10 @@ class TestWithGate:
         await stream.write(pb.StepRequest(lane_epoch=lane_epoch, step_id=1, new_rows=[new_row(1, PROMPT, [0])]))
         await compute.wait_until_entered()
         monkeypatch.setattr(fence, "DEVICE_PATIENCE_S", 0.05)
+        with pytest.raises(DeviceHungError):
+            await worker.register()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await worker.manifest(lane_epoch)
+            await worker.manifest(lane_epoch + 1)
         assert caught.value.code() is grpc.StatusCode.INTERNAL
         assert [type(fault) for fault in worker.faults] == [DeviceHungError]
         # Told once, and not waited for again.
@@ -306,4 +313,4 @@ async def test_fault_of_the_device_is_told_to_the_process(worker: Worker) -> Non
 
 async def test_port_in_use_is_one_clear_line(worker: Worker) -> None:
     with pytest.raises(StartupError, match=f"127.0.0.1:{worker.port}"):
-        await start_server(WorkerService(INSTANCE, worker.fence), "127.0.0.1", worker.port, "")
+        await start_server(WorkerService(INSTANCE, worker.fence), "127.0.0.1", worker.port, Credentials(), Refusals())
