@@ -16,6 +16,7 @@ from gateway.session import SchedulerSession
 from gateway.settings import GatewaySettings
 from gateway.shapes import Shape
 from gateway.streaming import StreamedReply, WholeReply
+from gateway.tenants import Tenants
 from gateway.tokenizer import ModelTokenizer
 from protos import common_pb2, scheduler_pb2
 from protos.credentials import Credentials
@@ -32,15 +33,16 @@ class Gateway:
     session: SchedulerSession
     admission: Admission
     metrics: Metrics
+    tenants: Tenants
 
     @classmethod
     def load(cls, settings: GatewaySettings) -> "Gateway":
-        """Read the model's folder and certificates. Raises StartupError and FileMistakeError."""
+        """Read the model's folder, keys and certificates. Raises StartupError and FileMistakeError."""
         folder = Path(settings.model)
         tokenizer = ModelTokenizer.load(folder)
         prompts = Prompts(tokenizer, load_chat_template(folder, settings.chat_template))
         session = SchedulerSession(settings.scheduler, Credentials.of_client(settings))
-        return cls(settings, prompts, session, Admission(session), Metrics())
+        return cls(settings, prompts, session, Admission(session), Metrics(), Tenants.from_settings(settings))
 
     @property
     def model_name(self) -> str:
@@ -75,6 +77,7 @@ class PromptSource:
 async def respond(
     gateway: Gateway,
     request: GenerateRequest,
+    tenant: str,
     reply_id: str,
     source: PromptSource,
     make_shape: Callable[[Sequence[list[int]]], Shape],
@@ -88,7 +91,7 @@ async def respond(
         prompts = await source.tokenize()
         limits = gateway.limits
         submits = [
-            _submit(request, f"{reply_id}-{idx}", token_ids, limits, source.param)
+            _submit(request, tenant, f"{reply_id}-{idx}", token_ids, limits, source.param)
             for idx, token_ids in enumerate(prompts)
         ]
         shape = make_shape(prompts)
@@ -104,7 +107,7 @@ def _precision_floor(name: str | None) -> common_pb2.KvFormat.ValueType | None:
 
 
 def _submit(
-    request: GenerateRequest, request_id: str, token_ids: list[int], limits: Limits, param: str
+    request: GenerateRequest, tenant: str, request_id: str, token_ids: list[int], limits: Limits, param: str
 ) -> scheduler_pb2.Submit:
     room_tokens = limits.room_tokens(len(token_ids), param)
     submit = scheduler_pb2.Submit(
@@ -112,6 +115,7 @@ def _submit(
         token_ids=token_ids,
         sampling=sampling_params(request, limits.vocab_size, room_tokens),
         n=request.n,
+        tenant=tenant,
         priority=request.priority,
         cache_salt=request.cache_salt,
         kv_precision_floor=_precision_floor(request.kv_precision_floor),

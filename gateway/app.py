@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-from fastapi import FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -12,6 +12,7 @@ from gateway.answering import Gateway
 from gateway.errors import ApiError, InternalError, InvalidRequestError, NotFoundError
 from gateway.routes.chat import chat_router
 from gateway.routes.completions import completions_router
+from gateway.routes.keys import needs_key
 from gateway.routes.misc import models_router, state_router, tokenizer_router
 
 
@@ -26,8 +27,9 @@ def create_app(gateway: Gateway) -> FastAPI:
         await asyncio.gather(session, return_exceptions=True)
 
     app = FastAPI(title="Quire", lifespan=lifespan)
-    for make_router in (chat_router, completions_router, models_router, state_router, tokenizer_router):
-        app.include_router(make_router(gateway))
+    for make_router in (chat_router, completions_router, models_router, tokenizer_router):
+        app.include_router(make_router(gateway), dependencies=[Depends(needs_key(gateway))])
+    app.include_router(state_router(gateway))
     app.add_exception_handler(ApiError, _answer_api_error)
     app.add_exception_handler(HTTPException, _answer_http_exception)
     app.add_exception_handler(ClientDisconnect, _answer_nobody)

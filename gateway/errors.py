@@ -3,6 +3,7 @@
 ApiError                     an HTTP status and OpenAI's `type`, `param` and `code`
 ├── InvalidRequestError      400: the request is wrong; `param` names the parameter
 │   └── UnsupportedError     400: the parameter is known, and this server cannot do it
+├── InvalidKeyError          401: no API key, or none that is known
 ├── NotFoundError            404: no such model
 ├── OverloadedError          429: the queue is full
 ├── UnavailableError         503: draining, or no worker
@@ -68,6 +69,14 @@ class ContextLengthError(InvalidRequestError):
     """The prompt does not fit."""
 
     code = "context_length_exceeded"
+
+
+class InvalidKeyError(ApiError):
+    """The request carries no API key, or none that this server knows."""
+
+    status = 401
+    type = "invalid_request_error"
+    code = "invalid_api_key"
 
 
 class NotFoundError(ApiError):

@@ -222,6 +222,9 @@ class Metrics:
         self._cell = CellCollector()
         self._registry.register(self._cell)
         self._requests: RequestMetrics | None = None
+        self.refused_keys = Counter(
+            "quire_gateway_refused_keys", "Requests without an API key that is known.", registry=self._registry
+        )
 
     def for_model(self, model_name: str) -> RequestMetrics:
         """Return where requests are counted. The first call, when a worker has registered, fixes the model's name."""

@@ -13,6 +13,7 @@ import pydantic_core
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from gateway.errors import InvalidRequestError, UnsupportedError
+from gateway.tenants import MAX_TENANT_CHARS
 
 MAX_N = 16
 MAX_PROMPTS = 128
@@ -147,6 +148,7 @@ class GenerateRequest(_Body):
     stream_options: StreamOptions | None = None
     priority: int = Field(0, ge=_INT32_MIN, le=_INT32_MAX)
     cache_salt: str = Field("", max_length=1024)
+    user: str = Field("", max_length=MAX_TENANT_CHARS)  # without API keys: the tenant
     kv_precision_floor: Literal["native", "int8", "fp8", "k8v4", "int4"] | None = None
 
     @property

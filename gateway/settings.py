@@ -33,6 +33,12 @@ class GatewaySettings(ServiceSettings):
     chat_template: str = Field(
         "", description="file with a Jinja chat template to use in place of the model's own; empty: the model's own"
     )
+    api_keys_file: str = Field(
+        "",
+        description="file with a line TENANT:SHA256 for each API key (quire key makes them); /v1 then answers to these "
+        "keys alone; read again when it changes",
+    )
+    api_keys: str = Field("", description="such lines themselves, with a comma between two; both may be given")
     request_timeout_seconds: float | None = Field(
         None, gt=0, description="seconds after which a request ends with status 504; none: no limit"
     )

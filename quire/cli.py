@@ -11,6 +11,7 @@ usage: quire COMMAND [flags]
 
   serve      serve a model: gateway, scheduler and worker on this machine
   chat       talk to a served model in the terminal
+  key        make an API key for a tenant
   plan       how many sequences fit into a device's memory, in every KV format
 
 quire COMMAND --help shows a command's flags; quire --version prints the version.
@@ -29,6 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             from quire.chat import main as chat
 
             return chat(rest)
+        case ["key", *rest]:
+            become("gateway.key", rest)
         case ["plan", *rest]:
             become("worker_svc.plan", rest)
         case ["--version"]:
@@ -44,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def become(module: str, arguments: Sequence[str]) -> NoReturn:
-    """Go on as `python -m module`, in this process's place: what only the worker may import is its own to run."""
+    """Go on as `python -m module`, in this process's place: what only one service may import is its own to run."""
     os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
 
 

@@ -258,6 +258,9 @@ def main(argv: Sequence[str]) -> int:
     except (SettingsMistakeError, FileMistakeError) as error:
         announce(f"{error} (quire serve --help shows every flag)")
         return 2
-    if not is_loopback(settings.host):
-        announce(f"listening on {settings.host}: everybody who reaches this machine can use the model")
+    if not (is_loopback(settings.host) or settings.api_keys or settings.api_keys_file):
+        announce(
+            f"listening on {settings.host}: everybody who reaches this machine can use the model "
+            "(--api-keys-file lets in those with a key alone)"
+        )
     return asyncio.run(serve(settings))

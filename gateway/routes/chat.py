@@ -19,6 +19,7 @@ def chat_router(gateway: Gateway) -> APIRouter:
     async def create_chat_completion(request: Request) -> Response:
         """Answer a conversation."""
         body = check(ChatCompletionRequest, await read_object(request))
+        tenant = gateway.tenants.of(request.headers, body.user)
 
         async def tokenize() -> list[list[int]]:
             variables = body.chat_template_kwargs
@@ -30,6 +31,6 @@ def chat_router(gateway: Gateway) -> APIRouter:
         def make_shape(_prompts: Sequence[list[int]]) -> ChatShape:
             return ChatShape(reply_id, gateway.model_name, gateway.prompts.tokenizer, body.include_usage)
 
-        return await respond(gateway, body, reply_id, PromptSource("messages", 1, tokenize), make_shape)
+        return await respond(gateway, body, tenant, reply_id, PromptSource("messages", 1, tokenize), make_shape)
 
     return router

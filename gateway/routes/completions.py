@@ -22,6 +22,7 @@ def completions_router(gateway: Gateway) -> APIRouter:
     async def create_completion(request: Request) -> Response:
         """Continue one or more prompts."""
         body = check(CompletionRequest, await read_object(request))
+        tenant = gateway.tenants.of(request.headers, body.user)
 
         async def tokenize() -> list[list[int]]:
             limits, of_completion = gateway.limits, gateway.prompts.of_completion
@@ -35,6 +36,8 @@ def completions_router(gateway: Gateway) -> APIRouter:
             tokenizer = gateway.prompts.tokenizer
             return CompletionShape(reply_id, gateway.model_name, tokenizer, body.include_usage, echoes)
 
-        return await respond(gateway, body, reply_id, PromptSource("prompt", len(body.prompt), tokenize), make_shape)
+        return await respond(
+            gateway, body, tenant, reply_id, PromptSource("prompt", len(body.prompt), tokenize), make_shape
+        )
 
     return router
