@@ -25,7 +25,7 @@ from protos.watched_files import FileMistakeError, WatchedFiles, read_file
 # What gRPC says when a handshake fails, and what that means.
 _MEANINGS = {
     "CERTIFICATE_VERIFY_FAILED": "its certificate is of no authority that this service trusts (--tls-ca)",
-    "is not in peer certificate": "its certificate is for another name (--tls-server-name)",
+    "Hostname Verification Check failed": "its certificate is for another name (--tls-server-name)",
     "WRONG_VERSION_NUMBER": "it does not speak TLS",
     "Socket closed": "it may not trust this service's certificate",
 }

@@ -16,6 +16,7 @@ import grpc.aio
 from protos import common_pb2, scheduler_pb2, worker_pb2
 from protos.block_hash import HASH_BYTES
 from protos.channel import CHANNEL_OPTIONS, PROTOCOL_VERSION, Refusals, TokenInterceptor, token_metadata
+from protos.credentials import Certificates, Credentials
 from protos.scheduler_pb2_grpc import SchedulerStub
 from protos.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 
@@ -72,9 +73,11 @@ class FakeWorker(WorkerServicer):
     max_num_batched_tokens: int = 64
     model: common_pb2.ModelInfo = field(default_factory=make_model)
     token: str = ""
+    certificates: Certificates | None = None
     step_ms: float = 1.0
     # What a test changes while the worker runs.
     lane_epoch: int = 0  # of the last Register
+    num_refused_calls: dict[str, int] = field(default_factory=dict)  # what it tells the scheduler of itself
     num_results_to_lose: int = 0  # so many times the stream breaks in place of a result, after the step was computed
     fails_next_step: bool = False
     false_seals: list[tuple[int, bytes]] = field(default_factory=list)  # told in a manifest before the true ones
@@ -98,13 +101,14 @@ class FakeWorker(WorkerServicer):
         self._rows: dict[int, _Row] = {}
         self._must_restart = False
         self._heartbeats: asyncio.Task[None] | None = None
+        self._credentials = Credentials(self.token, self.certificates)
         self._server = grpc.aio.server(interceptors=[TokenInterceptor(self.token, Refusals())], options=CHANNEL_OPTIONS)
 
     # ---- its life
 
     async def start(self) -> "FakeWorker":
         add_WorkerServicer_to_server(self, self._server)
-        port = self._server.add_insecure_port("127.0.0.1:0")
+        port = self._credentials.add_port(self._server, "127.0.0.1:0")
         self.address = self.address or f"127.0.0.1:{port}"
         await self._server.start()
         return self
@@ -131,7 +135,7 @@ class FakeWorker(WorkerServicer):
         request = scheduler_pb2.HeartbeatRequest(
             instance_id=self.instance_id, lane_epoch=self.lane_epoch, draining=True
         )
-        async with grpc.aio.insecure_channel(scheduler_address) as channel:
+        async with self._credentials.dial(scheduler_address) as channel:
             response = await SchedulerStub(channel).Heartbeat(request, metadata=token_metadata(self.token))
         return bool(response.drained)
 
@@ -154,14 +158,18 @@ class FakeWorker(WorkerServicer):
             "max_num_seqs": self.max_num_seqs,
             "max_num_batched_tokens": self.max_num_batched_tokens,
         }
-        async with grpc.aio.insecure_channel(scheduler_address) as channel:
+        async with self._credentials.dial(scheduler_address) as channel:
             request = scheduler_pb2.RegisterRequest(**(fields | changes))
             await SchedulerStub(channel).Register(request, metadata=token_metadata(self.token))
 
     async def _send_heartbeats(self, scheduler_address: str) -> None:
-        async with grpc.aio.insecure_channel(scheduler_address) as channel:
+        async with self._credentials.dial(scheduler_address) as channel:
             while True:
-                request = scheduler_pb2.HeartbeatRequest(instance_id=self.instance_id, lane_epoch=self.lane_epoch)
+                request = scheduler_pb2.HeartbeatRequest(
+                    instance_id=self.instance_id,
+                    lane_epoch=self.lane_epoch,
+                    num_refused_calls_total=self.num_refused_calls,
+                )
                 try:
                     response = await SchedulerStub(channel).Heartbeat(request, metadata=token_metadata(self.token))
                     if not response.known:

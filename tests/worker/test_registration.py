@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
@@ -11,9 +12,10 @@ import pytest
 import pytest_asyncio
 
 from protos import scheduler_pb2 as pb
-from protos.channel import CHANNEL_OPTIONS, PROTOCOL_VERSION, Refusals, TokenInterceptor
-from protos.credentials import Credentials
+from protos.channel import CHANNEL_OPTIONS, PROTOCOL_VERSION, Refusal, Refusals, TokenInterceptor
+from protos.credentials import Certificates, Credentials
 from protos.scheduler_pb2_grpc import SchedulerServicer, add_SchedulerServicer_to_server
+from tests.certificates import Authority
 from tests.worker.fakes import make_runner
 from worker_svc import registration
 from worker_svc.fence import StepFence
@@ -61,11 +63,13 @@ class FakeScheduler(SchedulerServicer):
         raise AssertionError("no dashboard here")
 
 
-async def start_scheduler(port: int = 0) -> tuple[FakeScheduler, grpc.aio.Server, int]:
+async def start_scheduler(
+    port: int = 0, certificates: Certificates | None = None
+) -> tuple[FakeScheduler, grpc.aio.Server, int]:
     scheduler = FakeScheduler()
     server = grpc.aio.server(interceptors=(TokenInterceptor(TOKEN, Refusals()),), options=CHANNEL_OPTIONS)
     add_SchedulerServicer_to_server(scheduler, server)
-    bound = server.add_insecure_port(f"127.0.0.1:{port}")
+    bound = Credentials(TOKEN, certificates).add_port(server, f"127.0.0.1:{port}")
     await server.start()
     return scheduler, server, bound
 
@@ -86,9 +90,11 @@ async def fence() -> AsyncIterator[StepFence]:
 class Running:
     """A registration loop for as long as the `with` block lasts."""
 
-    def __init__(self, port: int, fence: StepFence) -> None:
+    def __init__(self, port: int, fence: StepFence, certificates: Certificates | None = None) -> None:
+        self.refusals = Refusals()
+        credentials = Credentials(TOKEN, certificates)
         offer = pb.RegisterRequest(protocol_version=PROTOCOL_VERSION, instance_id="worker-1", address="here:1")
-        self._registration = Registration(f"127.0.0.1:{port}", Credentials(TOKEN), offer, fence, Refusals())
+        self._registration = Registration(f"127.0.0.1:{port}", credentials, offer, fence, self.refusals)
 
     async def __aenter__(self) -> Registration:
         self._task = asyncio.create_task(self._registration.run())
@@ -181,3 +187,31 @@ async def test_waits_no_longer_than_it_was_told_and_not_for_a_scheduler_that_is_
     await asyncio.wait_for(registered.drain(0.05), 30)
     await server.stop(0)
     await asyncio.wait_for(registered.drain(3600), 30)
+
+
+async def test_heartbeats_tell_what_was_refused_so_far(fence: StepFence) -> None:
+    scheduler, server, port = await start_scheduler()
+    running = Running(port, fence)
+    async with running:
+        assert (await soon(scheduler.heartbeats)).num_refused_calls_total["token"] == 0
+        running.refusals.count(Refusal.TOKEN)
+        while not (await soon(scheduler.heartbeats)).num_refused_calls_total["token"]:
+            pass
+    await server.stop(0)
+
+
+async def test_registers_with_its_renewed_certificate_without_a_restart(
+    fence: StepFence, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours, strangers = Authority(tmp_path, "ours"), Authority(tmp_path, "strangers")
+    pair = strangers.issue("worker")
+    scheduler, server, port = await start_scheduler(certificates=ours.issue("scheduler").trusting(ours))
+    async with Running(port, fence, pair.trusting(ours)):
+        async with asyncio.timeout(30):
+            while "it may not trust this service's certificate" not in caplog.text:  # noqa: ASYNC110 (a log has no events)
+                await asyncio.sleep(0.01)
+        assert scheduler.registered.empty()
+        pair.become(ours.issue("renewed"))
+        await soon(scheduler.registered)
+        await soon(scheduler.heartbeats)
+    await server.stop(0)

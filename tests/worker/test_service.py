@@ -314,3 +314,63 @@ async def test_fault_of_the_device_is_told_to_the_process(worker: Worker) -> Non
 async def test_port_in_use_is_one_clear_line(worker: Worker) -> None:
     with pytest.raises(StartupError, match=f"127.0.0.1:{worker.port}"):
         await start_server(WorkerService(INSTANCE, worker.fence), "127.0.0.1", worker.port, Credentials(), Refusals())
+
+
+def refused(worker: Worker) -> dict[str, int]:
+    """Refused calls by reason; reasons that did not occur are left out."""
+    return {reason: num for reason, num in worker.refusals.totals.items() if num}
+
+
+async def test_stale_and_replayed_steps_are_refused_and_counted(worker: Worker) -> None:
+    lane_epoch = await worker.adopt()
+    stream = worker.steps()
+    row = new_row(1, PROMPT, entries_of(0))
+    await stream.write(pb.StepRequest(lane_epoch=lane_epoch, step_id=1, new_rows=[row]))
+    expected = [(await read(stream)).sampled.token_ids]
+    for step_id in range(2, 2 + fence.NUM_KEPT_RESULTS):
+        await stream.write(pb.StepRequest(lane_epoch=lane_epoch, step_id=step_id, continued=continued(1)))
+        expected.append((await read(stream)).sampled.token_ids)
+    for request in (
+        pb.StepRequest(lane_epoch=lane_epoch - 1, step_id=step_id + 1, continued=continued(1)),
+        pb.StepRequest(lane_epoch=lane_epoch, step_id=1, new_rows=[row]),
+    ):
+        replay = worker.steps()
+        await replay.write(request)
+        assert (await refusal(replay))[0] is grpc.StatusCode.FAILED_PRECONDITION
+    # One whose result is kept is answered from that, and computed no second time.
+    replay = worker.steps()
+    await replay.write(pb.StepRequest(lane_epoch=lane_epoch, step_id=step_id, continued=continued(1)))
+    assert (await read(replay)).sampled.token_ids == expected[-1]
+    assert refused(worker) == {"fenced_steps": 1, "step_gap": 1}
+    await stream.write(pb.StepRequest(lane_epoch=lane_epoch, step_id=step_id + 1, continued=continued(1)))
+    expected.append((await read(stream)).sampled.token_ids)
+    assert [token_id for token_ids in expected for token_id in token_ids] == greedy_continuation(PROMPT, len(expected))
+
+
+async def test_epoch_is_adopted_once(worker: Worker) -> None:
+    lane_epoch = await worker.adopt()
+    stream = worker.steps()
+    await stream.write(pb.StepRequest(lane_epoch=lane_epoch, step_id=1, new_rows=[new_row(1, PROMPT, entries_of(0))]))
+    await read(stream)
+    with pytest.raises(grpc.aio.AioRpcError, match="adopted before"):
+        await worker.manifest(lane_epoch)
+    await stream.write(pb.StepRequest(lane_epoch=lane_epoch, step_id=2, continued=continued(1)))
+    assert (await read(stream)).status == pb.STEP_STATUS_OK
+    assert refused(worker) == {"fenced_steps": 1}
+
+
+async def test_epoch_that_ends_under_a_waiting_stream_counts_as_no_refusal(worker: Worker) -> None:
+    lane_epoch = await worker.adopt()
+    stream = worker.steps()
+    await stream.write(pb.StepRequest(lane_epoch=lane_epoch, step_id=1, new_rows=[new_row(1, PROMPT, entries_of(0))]))
+    await read(stream)
+    await worker.adopt()
+    assert refused(worker) == {}
+
+
+async def test_calls_without_the_token_and_for_another_process_are_counted(worker: Worker) -> None:
+    with pytest.raises(grpc.aio.AioRpcError):
+        await worker.manifest(await worker.register(), "another worker")
+    with pytest.raises(grpc.aio.AioRpcError):
+        await worker.stub.Health(pb.HealthRequest())
+    assert refused(worker) == {"wrong_instance": 1, "token": 1}
