@@ -4,6 +4,7 @@ import os
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from protos.credentials import Certificates
 
@@ -21,7 +22,7 @@ class Pair:
         """What a service with this pair has in mutual TLS."""
         return Certificates(str(self.certificate), str(self.key), str(authority.certificate))
 
-    def flags(self, authority: "Authority | None" = None) -> dict[str, str]:
+    def flags(self, authority: "Authority | None" = None) -> dict[str, Any]:
         """The settings of a service with this pair."""
         pair = {"tls_cert": str(self.certificate), "tls_key": str(self.key)}
         return pair | ({"tls_ca": str(authority.certificate)} if authority is not None else {})

@@ -37,7 +37,10 @@ async def echo(requests: Any, _context: Any) -> AsyncIterator[bytes]:
         yield request
 
 
-HANDLERS = {"who": grpc.unary_unary_rpc_method_handler(who), "echo": grpc.stream_stream_rpc_method_handler(echo)}
+HANDLERS: dict[str, Any] = {
+    "who": grpc.unary_unary_rpc_method_handler(who),
+    "echo": grpc.stream_stream_rpc_method_handler(echo),
+}
 
 
 @asynccontextmanager
@@ -56,7 +59,8 @@ async def ask(address: str, certificates: Certificates | None) -> str:
     # gRPC would hand out a connection of an earlier channel to the same address.
     options = (("grpc.use_local_subchannel_pool", 1),)
     async with Credentials(certificates=certificates).dial(address, options) as channel:
-        answer: bytes = await channel.unary_unary("/test/who")(b"", timeout=20)
+        call: Any = channel.unary_unary("/test/who")
+        answer: bytes = await call(b"", timeout=20)
         return answer.decode()
 
 
@@ -120,7 +124,7 @@ async def test_rotation_ends_no_stream_and_counts_for_the_next_connection(tmp_pa
         serving(server.trusting(ours)) as address,
         Credentials(certificates=client.trusting(ours)).dial(address) as channel,
     ):
-        stream = channel.stream_stream("/test/echo")()
+        stream: Any = channel.stream_stream("/test/echo")()
         await stream.write(b"before")
         assert await stream.read() == b"before"
         theirs = newer.issue("client").trusting(newer)

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from openai import AuthenticationError, OpenAI
 
 from bench.cell import ROOT, Cell
+from tests.certificates import Authority
 
 TIMEOUT_S = 120
 
@@ -62,6 +64,8 @@ def test_too_little_memory_names_what_is_needed() -> None:
         (("--no-such-flag",), "--no-such-flag"),
         (("--redis-url", "cache:6379"), "--redis-url"),
         (("--kv-cache-dtype", "fp4"), "'fp4' is not a KV cache dtype"),
+        (("--tls-cert", "cell.pem"), "--tls-cert needs --tls-key too"),
+        (("--tls-cert", "/no/cell.pem", "--tls-key", "/no/cell.key"), "--tls-cert /no/cell.pem: No such file"),
     ],
 )
 def test_wrong_flag_is_named(flags: tuple[str, ...], names: str) -> None:
@@ -76,3 +80,26 @@ def test_ctrl_c_stops_every_process_with_exit_code_0() -> None:
     assert not any(process.is_running() for process in processes)
     assert cell.severe_lines() == []
     cell.close()
+
+
+def test_cell_with_certificates_and_keys_answers_those_with_a_key(tmp_path: Path) -> None:
+    authority = Authority(tmp_path, "ours")
+    keys = tmp_path / "keys"
+    made = subprocess.run(
+        [sys.executable, "-m", "quire", "key", "acme", "--add", str(keys)],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    )
+    flags = authority.issue("cell").flags(authority)
+    with Cell(kv_cache_memory="64MiB", api_keys_file=str(keys), **flags) as cell:
+        with OpenAI(base_url=f"{cell.url}/v1", api_key=made.stdout.strip(), max_retries=0) as client:
+            model = client.models.list().data[0].id
+            answer = client.completions.create(model=model, prompt="The capital of France is", max_tokens=4)
+            assert answer.usage is not None
+            assert answer.usage.completion_tokens == 4
+        client = OpenAI(base_url=f"{cell.url}/v1", api_key="none", max_retries=0)
+        with client, pytest.raises(AuthenticationError):
+            client.models.list()
+        assert cell.severe_lines() == []

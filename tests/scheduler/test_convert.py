@@ -49,6 +49,29 @@ def test_tenant_salt_depends_on_secret_and_tenant_alone() -> None:
     assert convert.tenant_salt("x", "a") == convert.tenant_salt("x", "a")
 
 
+def test_shared_salt_is_no_tenants() -> None:
+    shared = convert.shared_salt("x")
+    assert shared == convert.shared_salt("x")
+    assert len({shared, convert.shared_salt(""), *(convert.tenant_salt("x", tenant) for tenant in ("", "a"))}) == 4
+
+
+def test_prefixes_are_shared_under_the_same_salt_and_cache_salt_alone() -> None:
+    def root(salt: bytes, cache_salt: str) -> bytes:
+        return convert.request_from_wire(make_submit(cache_salt=cache_salt), make_model(), salt, now_ms=0).cache_root
+
+    roots = {
+        (who, cache_salt): root(salt, cache_salt)
+        for who, salt in (
+            ("a", convert.tenant_salt("x", "a")),
+            ("b", convert.tenant_salt("x", "b")),
+            ("all", convert.shared_salt("x")),
+        )
+        for cache_salt in ("", "y")
+    }
+    assert len(set(roots.values())) == 6
+    assert root(convert.tenant_salt("x", "a"), "y") == roots["a", "y"]
+
+
 def test_request_has_the_models_stop_tokens_unless_it_ignores_them() -> None:
     submit = make_submit()
     submit.sampling.stop_token_ids.append(9)
