@@ -21,7 +21,7 @@ def _checked(tenant: str) -> str:
 
 
 class KeySettings(BaseSettings):
-    """What `quire key` is told."""
+    """Draw an API key for a tenant: it is printed once, and only its hash is kept."""
 
     model_config = SettingsConfigDict(
         env_prefix="QUIRE_KEY_", frozen=True, cli_prog_name="quire key", cli_kebab_case=True, cli_exit_on_error=False
