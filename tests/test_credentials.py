@@ -50,8 +50,10 @@ async def serving(certificates: Certificates | None) -> AsyncIterator[str]:
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", HANDLERS),))
     port = Credentials(certificates=certificates).add_port(server, "127.0.0.1:0")
     await server.start()
-    yield f"127.0.0.1:{port}"
-    await server.stop(0)
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(0)
 
 
 async def ask(address: str, certificates: Certificates | None) -> str:

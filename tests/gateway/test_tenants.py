@@ -1,7 +1,7 @@
 """Through the API, a real scheduler and mutual TLS: whose prefixes a request may share."""
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +45,18 @@ class Api:
 @asynccontextmanager
 async def serving(folder: Path, authority: Authority, **settings: Any) -> AsyncIterator[Api]:
     """A real gateway and scheduler, and a worker without a model, in mutual TLS; `settings` are the scheduler's."""
-    cell = await LoopbackCell().start(cluster_token=TOKEN, **authority.issue("scheduler").flags(authority), **settings)
-    await cell.add_worker(token=TOKEN, certificates=authority.issue("worker").trusting(authority))
-    flags = authority.issue("gateway").flags(authority)
-    chosen = GatewaySettings(model=str(folder), scheduler=cell.address, cluster_token=TOKEN, **flags)
-    async with running_gateway(chosen) as (_gateway, url), httpx.AsyncClient(base_url=url, timeout=20) as http:
+    async with AsyncExitStack() as stack:
+        cell = LoopbackCell()
+        flags = authority.issue("scheduler").flags(authority)
+        await cell.start(cluster_token=TOKEN, **flags, **settings)
+        stack.push_async_callback(cell.stop)
+        await cell.add_worker(token=TOKEN, certificates=authority.issue("worker").trusting(authority))
+        flags = authority.issue("gateway").flags(authority)
+        chosen = GatewaySettings(model=str(folder), scheduler=cell.address, cluster_token=TOKEN, **flags)
+        _gateway, url = await stack.enter_async_context(running_gateway(chosen))
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=20))
         await until_ready(http)
         yield Api(http, cell.address)
-    await cell.stop()
     cell.check()
 
 

@@ -1,5 +1,6 @@
 """Strangers and replays: each is refused, counted by its reason, and harms nobody who belongs to the cell."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ async def test_calls_without_the_token_are_counted(cell: LoopbackCell) -> None:
     await cell.start(cluster_token="secret")
     assert await refusal(await cell.make_worker(token="guess"), cell) is grpc.StatusCode.UNAUTHENTICATED
     stranger = await FakeGateway(cell.address, token="guess").connect(sends_signs_of_life=False)
-    assert await stranger.ended is grpc.StatusCode.UNAUTHENTICATED
+    assert await asyncio.wait_for(stranger.ended, 20) is grpc.StatusCode.UNAUTHENTICATED
     await stranger.close()
     assert refused(cell) == {"token": 2}
 
@@ -84,11 +85,11 @@ async def test_replayed_session_is_refused_though_its_gateway_is_gone(cell: Loop
     await until(lambda: cell.server.hub.num_sessions == 1)
     replay = FakeGateway(cell.address, gateway.gateway_id)
     await replay.connect(session_number=1)
-    assert await replay.ended is grpc.StatusCode.FAILED_PRECONDITION
+    assert await asyncio.wait_for(replay.ended, 20) is grpc.StatusCode.FAILED_PRECONDITION
     gateway.drop()
     await until(lambda: cell.server.hub.num_sessions == 0)
     await replay.connect(session_number=1)
-    assert await replay.ended is grpc.StatusCode.FAILED_PRECONDITION
+    assert await asyncio.wait_for(replay.ended, 20) is grpc.StatusCode.FAILED_PRECONDITION
     assert refused(cell) == {"replayed_session": 2}
     await gateway.connect()
     await until(lambda: cell.server.hub.num_sessions == 1)
