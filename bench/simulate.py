@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from heapq import heappop, heappush
 from itertools import accumulate
 from statistics import mean
@@ -196,7 +197,7 @@ class Simulation:
             core = self.cores[core_idx]
             self._open[core_idx] += 1
             self._core_of[request.request_id] = core_idx
-            self._take(core.timed(lambda core=core, request=request: core.scheduler.submit(request)))  # type: ignore[misc]
+            self._take(core.timed(partial(core.scheduler.submit, request)))
             for lane in core.lanes:
                 self._plan(lane)
         self._run_until(float("inf"))
@@ -217,9 +218,7 @@ class Simulation:
         while self._events and self._events[0][0] <= end_ms:
             self._now_ms, _, lane = heappop(self._events)
             _, _, result = lane.steps.popleft()
-            self._take(
-                lane.core.timed(lambda lane=lane, result=result: lane.core.scheduler.apply(lane.lane_id, result))
-            )  # type: ignore[misc]
+            self._take(lane.core.timed(partial(lane.core.scheduler.apply, lane.lane_id, result)))
             self._plan(lane)
 
     def _plan(self, lane: Lane) -> None:
@@ -329,9 +328,7 @@ def main() -> int:
         if policy == "prefix-aware":
             step_s = simulation.cores[0].cpu_s / simulation.num_steps
             say(f"one core drives {0.03 / step_s:.0f} workers at steps of 30 ms, on one of this machine's cores")
-    say(
-        f"\n{settings.workers} workers, {settings.requests} requests; good: first token within 1 s, then 50 ms a token"
-    )
+    say(f"\n{settings.workers} workers, {settings.requests} requests; good: first token within 1 s, then 50 ms a token")
     say(table(rows))
     return 0
 
