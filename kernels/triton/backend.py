@@ -17,11 +17,13 @@ from torch import Tensor
 
 from kernels.checks import check_integers, check_key_value, check_query_out, describe, group_size
 from kernels.dispatch import AttentionBatch, AttentionParams
-from kernels.errors import UnsupportedFormatError, UnsupportedShapeError
+from kernels.errors import UnsupportedShapeError
 from kernels.formats import Format, KVLayout
 from kernels.triton.blocks import CHUNK_BYTES, copy_kernel, write_kernel, zero_kernel
 from kernels.triton.decode import MAX_SPLITS, MIN_SPLIT, decode_kernel, merge_kernel, most_splits
+from kernels.triton.places import block_bytes, planes
 from kernels.triton.prefill import num_tiles, prefill_kernel
+from kernels.triton.requantize import requantize_kernel
 from kernels.triton.tuning import COMPILER_OPTIONS, Chip, Tuning, head_pad, tune_decode, tune_prefill
 
 TRITON_DTYPES: Mapping[str, tl.dtype] = MappingProxyType(
@@ -63,7 +65,9 @@ class TritonBackend:
         self._given_chip = chip
         self._product_dtypes = product_dtypes
         self._attentions: dict[tuple[KVLayout, int, AttentionParams], Attention] = {}
+        self._formats: dict[KVLayout, frozenset[Format]] = {}
         self._writes: dict[KVLayout, dict[str, Any]] = {}
+        self._requantizations: dict[KVLayout, dict[str, Any]] = {}
 
     @cached_property
     def _chip(self) -> Chip:
@@ -135,14 +139,25 @@ class TritonBackend:
         attention = self._attentions.get((layout, num_heads, params))
         if attention is None:
             dtype = self._product_dtypes[layout.native_dtype]
+            formats = self._formats.get(layout, frozenset())
             attention = self._attentions[layout, num_heads, params] = attention_of(
-                layout, num_heads, params, self._chip, dtype
+                layout, num_heads, params, self._chip, dtype, formats
             )
         return attention
 
     def requantize_blocks(self, arena: Tensor, src_entries: Tensor, dst_entries: Tensor, layout: KVLayout) -> None:
-        """See kernels.dispatch.Backend; there is no kernel yet, so every call raises UnsupportedFormatError."""
-        raise UnsupportedFormatError("blocks on GPUs are native: requantize_blocks has no Triton kernel")
+        """See kernels.dispatch.Backend; a pair with a bad entry, or with a destination no narrower, is skipped."""
+        num_entries = src_entries.shape[0]
+        check_integers(src_entries, torch.int32, num_entries, "src_entries")
+        check_integers(dst_entries, torch.int32, num_entries, "dst_entries")
+        constants = self._requantizations.get(layout)
+        if constants is None:
+            constants = self._requantizations[layout] = requantize_constants(layout)
+        _check_arena(arena[0], layout)
+        if num_entries > 0:
+            requantize_kernel[num_entries, arena.shape[0], layout.num_kv_heads](
+                arena, src_entries, dst_entries, arena.shape[1], **constants
+            )
 
     def copy_blocks(self, arena: Tensor, src_entries: Tensor, dst_entries: Tensor, layout: KVLayout) -> None:
         """See kernels.dispatch.Backend; a pair with a bad entry is skipped."""
@@ -170,7 +185,11 @@ class TritonBackend:
         params: AttentionParams,
         formats: Collection[Format] = (Format.NATIVE,),
     ) -> None:
-        """Compile, or load from the cache, every kernel for activations of the native dtype."""
+        """Compile, or load from the cache, every kernel for activations of the native dtype.
+
+        From then on attention serves the formats of this and of earlier calls for the layout.
+        """
+        self._add_formats(layout, formats)
         dtype, device = getattr(torch, layout.native_dtype), self._device
         arena = torch.zeros(1, 1, layout.slab_bytes, dtype=torch.uint8, device=device)
         width = MIN_SPLIT // layout.block_size + 1  # room for two splits, so that they are merged
@@ -178,6 +197,8 @@ class TritonBackend:
         entries = block_table[0, :1]
         self.zero_blocks(arena, entries, layout)
         self.copy_blocks(arena, entries, entries, layout)
+        if any(fmt is not Format.NATIVE for fmt in formats):
+            self.requantize_blocks(arena, entries, entries, layout)
         key = torch.zeros(3, layout.num_kv_heads, layout.head_size, dtype=dtype, device=device)
         self.write_kv(arena[0], key, key, torch.arange(3, device=device), layout)
         query = torch.zeros(3, num_query_heads, layout.head_size, dtype=dtype, device=device)
@@ -188,6 +209,12 @@ class TritonBackend:
             max_query_len=2,
         )
         self.paged_attention(query, arena[0], batch, params, layout, torch.empty_like(query))
+
+    def _add_formats(self, layout: KVLayout, formats: Collection[Format]) -> None:
+        served = self._formats.get(layout, frozenset({Format.NATIVE}))
+        if not served.issuperset(formats):
+            self._formats[layout] = served.union(formats)
+            self._attentions = {key: found for key, found in self._attentions.items() if key[0] != layout}
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,9 +228,17 @@ class Attention:
 
 
 def attention_of(
-    layout: KVLayout, num_query_heads: int, params: AttentionParams, chip: Chip, product_dtype: tl.dtype
+    layout: KVLayout,
+    num_query_heads: int,
+    params: AttentionParams,
+    chip: Chip,
+    product_dtype: tl.dtype,
+    formats: Collection[Format] = (),
 ) -> Attention:
-    """Return the constants of a kind of layer on a chip; raises UnsupportedShapeError where it has no kernel."""
+    """Return the constants of a kind of layer on a chip whose blocks are native or of the formats.
+
+    Raises UnsupportedShapeError where there is no kernel.
+    """
     _check_layout(layout)
     group = group_size(num_query_heads, layout, params.sliding_window)
     if params.scale <= 0:
@@ -211,6 +246,8 @@ def attention_of(
     prefill, decode = tune_prefill(layout, group, params, chip), tune_decode(layout, group, chip)
     common = {
         **block_constants(layout),
+        "PLANES": planes(layout),
+        "FORMATS": tuple(sorted({int(fmt) for fmt in (Format.NATIVE, *formats)})),
         "SCALE": params.scale,
         "WINDOW": params.sliding_window,
         "SOFT_CAP": params.soft_cap,
@@ -251,12 +288,26 @@ def write_constants(layout: KVLayout) -> dict[str, Any]:
 
 
 def block_constants(layout: KVLayout) -> dict[str, Any]:
-    """Return the constants by which a kernel finds native blocks, and the options of every launch."""
-    return {"SLAB_BYTES": layout.slab_bytes, "BLOCK_BYTES": layout.block_bytes(Format.NATIVE), **COMPILER_OPTIONS}
+    """Return the constants by which a kernel finds blocks, and the options of every launch."""
+    return {"SLAB_BYTES": layout.slab_bytes, "BLOCK_BYTES": block_bytes(layout), **COMPILER_OPTIONS}
+
+
+def requantize_constants(layout: KVLayout) -> dict[str, Any]:
+    """Return the constants of requantize_kernel. Raises UnsupportedShapeError as `write_constants`."""
+    _check_layout(layout)
+    return {
+        **block_constants(layout),
+        "HEAD_SIZE": layout.head_size,
+        "HEAD_PAD": head_pad(layout),
+        "BLOCK_SIZE": layout.block_size,
+        "PLANES": planes(layout),
+        "NATIVE_DTYPE": TRITON_DTYPES[layout.native_dtype],
+        "num_warps": max(1, min(layout.block_size * head_pad(layout) // 512, 8)),
+    }
 
 
 def _block_grid(arena: Tensor, num_entries: int, layout: KVLayout) -> tuple[int, int, int]:
-    return num_entries, arena.shape[0], triton.cdiv(layout.block_bytes(Format.NATIVE), CHUNK_BYTES)
+    return num_entries, arena.shape[0], triton.cdiv(max(block_bytes(layout)), CHUNK_BYTES)
 
 
 def _check_layout(layout: KVLayout) -> None:

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from kernels.triton.places import FORMAT_BITS, FORMAT_MASK, NATIVE, block_offset, is_in_arena
+from kernels.triton.places import FORMAT_MASK, NATIVE, block_begin, block_offset, bytes_of_block, is_block, is_in_arena
 
 CHUNK_BYTES = 8192  # of a block that one program copies or clears
 
@@ -21,12 +21,12 @@ def write_kernel(
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
     block_id = slot // BLOCK_SIZE
-    if (slot < 0) | (is_in_arena(block_id, num_slabs, SLAB_BYTES // BLOCK_BYTES) == 0):
+    if (slot < 0) | (is_in_arena(block_id, num_slabs, SLAB_BYTES // BLOCK_BYTES[NATIVE]) == 0):
         return
     element = tl.arange(0, ELEMENTS)
     head, channel = element // HEAD_SIZE, element % HEAD_SIZE
     mask = element < NUM_KV_HEADS * HEAD_SIZE
-    block = layer_arena + block_offset(block_id, num_slabs, SLAB_BYTES, BLOCK_BYTES)
+    block = layer_arena + block_offset(block_id, num_slabs, SLAB_BYTES, BLOCK_BYTES[NATIVE])
     at = (head * BLOCK_SIZE + slot % BLOCK_SIZE) * HEAD_SIZE + channel
     target = block.to(tl.pointer_type(NATIVE_DTYPE)) + at
     key_row = tl.load(key + token * key_token_stride + head * key_head_stride + channel, mask=mask)
@@ -39,33 +39,29 @@ def write_kernel(
 def block_words(arena, entry, num_slabs, SLAB_BYTES: tl.constexpr, BLOCK_BYTES: tl.constexpr):
     """Return the addresses of this program's words of a block in its layer."""
     layer = tl.program_id(1).to(tl.int64) * num_slabs * SLAB_BYTES
-    block = arena + layer + block_offset(entry >> FORMAT_BITS, num_slabs, SLAB_BYTES, BLOCK_BYTES)
+    block = arena + layer + block_begin(entry, SLAB_BYTES, BLOCK_BYTES)
     return block.to(tl.pointer_type(tl.int32)) + tl.program_id(2) * _CHUNK_WORDS + tl.arange(0, _CHUNK_WORDS)
-
-
-@triton.jit
-def is_native(entry, num_slabs, SLAB_BLOCKS: tl.constexpr):
-    """Return whether an entry names a native block in the arena."""
-    is_format = (entry & FORMAT_MASK) == NATIVE
-    return is_format & is_in_arena(entry >> FORMAT_BITS, num_slabs, SLAB_BLOCKS)
 
 
 @triton.jit(do_not_specialize=["src_entries", "dst_entries", "num_slabs"])
 def copy_kernel(arena, src_entries, dst_entries, num_slabs, SLAB_BYTES: tl.constexpr, BLOCK_BYTES: tl.constexpr):
-    """Copy a chunk of a block. Grid: entries, layers, chunks of a block."""
+    """Copy a chunk of a block. Grid: entries, layers, chunks of the largest block."""
     source = tl.load(src_entries + tl.program_id(0))
     target = tl.load(dst_entries + tl.program_id(0))
-    SLAB_BLOCKS: tl.constexpr = SLAB_BYTES // BLOCK_BYTES
-    if is_native(source, num_slabs, SLAB_BLOCKS) & is_native(target, num_slabs, SLAB_BLOCKS):
-        mask = tl.program_id(2) * _CHUNK_WORDS + tl.arange(0, _CHUNK_WORDS) < BLOCK_BYTES // 4
-        words = tl.load(block_words(arena, source, num_slabs, SLAB_BYTES, BLOCK_BYTES), mask=mask)
-        tl.store(block_words(arena, target, num_slabs, SLAB_BYTES, BLOCK_BYTES), words, mask=mask)
+    alike = (source & FORMAT_MASK) == (target & FORMAT_MASK)
+    if alike & is_block(source, num_slabs, SLAB_BYTES, BLOCK_BYTES):
+        if is_block(target, num_slabs, SLAB_BYTES, BLOCK_BYTES):
+            num_words = bytes_of_block(source, BLOCK_BYTES) // 4
+            mask = tl.program_id(2) * _CHUNK_WORDS + tl.arange(0, _CHUNK_WORDS) < num_words
+            words = tl.load(block_words(arena, source, num_slabs, SLAB_BYTES, BLOCK_BYTES), mask=mask)
+            tl.store(block_words(arena, target, num_slabs, SLAB_BYTES, BLOCK_BYTES), words, mask=mask)
 
 
 @triton.jit(do_not_specialize=["entries", "num_slabs"])
 def zero_kernel(arena, entries, num_slabs, SLAB_BYTES: tl.constexpr, BLOCK_BYTES: tl.constexpr):
-    """Clear a chunk of a block. Grid: entries, layers, chunks of a block."""
+    """Clear a chunk of a block. Grid: entries, layers, chunks of the largest block."""
     entry = tl.load(entries + tl.program_id(0))
-    if is_native(entry, num_slabs, SLAB_BYTES // BLOCK_BYTES):
-        mask = tl.program_id(2) * _CHUNK_WORDS + tl.arange(0, _CHUNK_WORDS) < BLOCK_BYTES // 4
+    if is_block(entry, num_slabs, SLAB_BYTES, BLOCK_BYTES):
+        num_words = bytes_of_block(entry, BLOCK_BYTES) // 4
+        mask = tl.program_id(2) * _CHUNK_WORDS + tl.arange(0, _CHUNK_WORDS) < num_words
         tl.store(block_words(arena, entry, num_slabs, SLAB_BYTES, BLOCK_BYTES), 0, mask=mask)

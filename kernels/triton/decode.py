@@ -12,8 +12,8 @@ which depends on how many rows there are, changes no bit of the result.
 import triton
 import triton.language as tl
 
-from kernels.triton.places import NATIVE
-from kernels.triton.tiles import attend_run, begin_state, finish
+from kernels.triton.codes import channels
+from kernels.triton.tiles import attend, begin_state, finish
 
 MIN_SPLIT = 256  # tokens; a multiple of every tile. A split's result is 1/100 of the bytes that it read
 MAX_SPLITS = 32  # of a row: bounds the memory that results take
@@ -57,8 +57,8 @@ def decode_kernel(
     query_stride, out_stride,  # elements from token to token
     SCALE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, SLAB_BYTES: tl.constexpr, BLOCK_BYTES: tl.constexpr,
-    NATIVE_DTYPE: tl.constexpr, DOT_DTYPE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, SLAB_BYTES: tl.constexpr, BLOCK_BYTES: tl.constexpr, PLANES: tl.constexpr,
+    FORMATS: tl.constexpr, NATIVE_DTYPE: tl.constexpr, DOT_DTYPE: tl.constexpr,
     GROUP_PAD: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Attend from a row's one token to every num_programs(2)-th split. Grid: KV heads, rows, slices."""
@@ -70,9 +70,10 @@ def decode_kernel(
     context_len = tl.minimum(tl.load(context_lens + row), table_width * BLOCK_SIZE)
     first_key, num_splits, split_tokens = cut(context_len, WINDOW, TILE)
 
-    lane, channel = tl.arange(0, GROUP_PAD), tl.arange(0, HEAD_PAD)
+    lane = tl.arange(0, GROUP_PAD)
+    channel, is_channel = channels(HEAD_SIZE, HEAD_PAD)
     head = kv_head * GROUP + lane
-    mask = (lane < GROUP)[:, None] & (channel < HEAD_SIZE)[None, :]
+    mask = (lane < GROUP)[:, None] & is_channel[None, :]
     at = (head * HEAD_SIZE)[:, None] + channel[None, :]
     heads = tl.load(query + begin.to(tl.int64) * query_stride + at, mask=mask, other=0.0).to(DOT_DTYPE)
     position = tl.full([GROUP_PAD], 0, tl.int32) + (context_len - 1)
@@ -81,11 +82,11 @@ def decode_kernel(
     for split in range(tl.program_id(2), num_splits, tl.num_programs(2)):
         split_begin = first_key // TILE * TILE + split * split_tokens
         largest, total, values = begin_state(GROUP_PAD, HEAD_PAD)
-        largest, total, values = attend_run(
+        largest, total, values = attend(
             heads, position, largest, total, values, layer_arena, table, num_slabs, kv_head,
             split_begin, tl.minimum(split_begin + split_tokens, context_len), first_key, context_len,
-            NATIVE, True, SCALE, WINDOW, SOFT_CAP, NUM_KV_HEADS, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE,
-            SLAB_BYTES, BLOCK_BYTES, NATIVE_DTYPE, DOT_DTYPE, TILE, STAGES,
+            True, FORMATS, SCALE, WINDOW, SOFT_CAP, NUM_KV_HEADS, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE,
+            SLAB_BYTES, BLOCK_BYTES, PLANES, NATIVE_DTYPE, DOT_DTYPE, TILE, STAGES,
         )  # fmt: skip
         result = finish(total, values)
         if num_splits == 1:

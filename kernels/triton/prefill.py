@@ -10,8 +10,8 @@ every row's last, partly filled tile.
 import triton
 import triton.language as tl
 
-from kernels.triton.places import NATIVE
-from kernels.triton.tiles import attend_run, begin_state, finish
+from kernels.triton.codes import channels
+from kernels.triton.tiles import attend, begin_state, finish
 
 
 def num_tiles(num_tokens: int, num_rows: int, tile_queries: int) -> int:
@@ -50,8 +50,8 @@ def prefill_kernel(
     query_stride, out_stride,  # elements from token to token
     SCALE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, SLAB_BYTES: tl.constexpr, BLOCK_BYTES: tl.constexpr,
-    NATIVE_DTYPE: tl.constexpr, DOT_DTYPE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, SLAB_BYTES: tl.constexpr, BLOCK_BYTES: tl.constexpr, PLANES: tl.constexpr,
+    FORMATS: tl.constexpr, NATIVE_DTYPE: tl.constexpr, DOT_DTYPE: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Attend from one tile of a row's queries. Grid: tiles, KV heads; the last tiles, with most keys, go first."""
@@ -70,8 +70,8 @@ def prefill_kernel(
     query_idx = first + lane // GROUP
     token = (begin + query_idx).to(tl.int64)
     used = (lane < TILE_QUERIES * GROUP) & (query_idx < query_len) & (token < num_tokens)
-    channel = tl.arange(0, HEAD_PAD)
-    mask = used[:, None] & (channel < HEAD_SIZE)[None, :]
+    channel, is_channel = channels(HEAD_SIZE, HEAD_PAD)
+    mask = used[:, None] & is_channel[None, :]
     head_at = (kv_head * GROUP + lane % GROUP) * HEAD_SIZE
     queries = (query + token * query_stride + head_at)[:, None] + channel[None, :]
     rows = tl.load(queries, mask=mask, other=0.0).to(DOT_DTYPE)
@@ -81,22 +81,24 @@ def prefill_kernel(
     end_key = context_len - query_len + tl.minimum(first + TILE_QUERIES, query_len)
     largest, total, values = begin_state(TILE_ROWS, HEAD_PAD)
     if WINDOW is None:
-        # Tiles of keys that every query of this tile sees need no masks.
         first_key = 0
-        begin_key = tl.maximum(low + 1, 0) // TILE * TILE
-        largest, total, values = attend_run(
-            rows, position, largest, total, values, layer_arena, block_table + row.to(tl.int64) * table_width,
-            num_slabs, kv_head, 0, begin_key, first_key, end_key, NATIVE, False, SCALE, WINDOW, SOFT_CAP,
-            NUM_KV_HEADS, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, SLAB_BYTES, BLOCK_BYTES, NATIVE_DTYPE, DOT_DTYPE,
-            TILE, STAGES,
-        )  # fmt: skip
+        begin_key = 0
+        if len(FORMATS) == 1:
+            # Tiles of keys that every query of this tile sees need no masks.
+            begin_key = tl.maximum(low + 1, 0) // TILE * TILE
+            largest, total, values = attend(
+                rows, position, largest, total, values, layer_arena, block_table + row.to(tl.int64) * table_width,
+                num_slabs, kv_head, 0, begin_key, first_key, end_key, False, FORMATS, SCALE, WINDOW, SOFT_CAP,
+                NUM_KV_HEADS, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, SLAB_BYTES, BLOCK_BYTES, PLANES, NATIVE_DTYPE,
+                DOT_DTYPE, TILE, STAGES,
+            )  # fmt: skip
     else:
         first_key = tl.maximum(low - WINDOW + 1, 0)
         begin_key = first_key // TILE * TILE
-    largest, total, values = attend_run(
+    largest, total, values = attend(
         rows, position, largest, total, values, layer_arena, block_table + row.to(tl.int64) * table_width,
-        num_slabs, kv_head, begin_key, end_key, first_key, end_key, NATIVE, True, SCALE, WINDOW, SOFT_CAP,
-        NUM_KV_HEADS, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, SLAB_BYTES, BLOCK_BYTES, NATIVE_DTYPE, DOT_DTYPE,
+        num_slabs, kv_head, begin_key, end_key, first_key, end_key, True, FORMATS, SCALE, WINDOW, SOFT_CAP,
+        NUM_KV_HEADS, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, SLAB_BYTES, BLOCK_BYTES, PLANES, NATIVE_DTYPE, DOT_DTYPE,
         TILE, STAGES,
     )  # fmt: skip
     outs = (out + token * out_stride + head_at)[:, None] + channel[None, :]

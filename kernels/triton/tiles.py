@@ -7,18 +7,46 @@
 Softmax is the online one (Milakov and Gimelshein 2018, as in FlashAttention) in powers of 2: a query's state is the
 largest score so far, the sum of 2^(score - largest), and the values summed with those weights.
 
-All blocks of a run have one format, known at compile time: a branch per block would end the pipelining, which has the
-entries of one tile, the keys and values of the next and the products of a third in flight at once. A row whose blocks
-have several formats is several runs, one call of `attend_run` each. Native is the only format yet.
+A loop serves blocks of one format, known at compile time: a branch per block would end the pipelining, which has the
+entries of one tile, the keys and values of the next and the products of a third in flight at once. Where a context's
+blocks may have several formats, there is one such loop for each, from the first tile with a block of the format to the
+last one, which passes over the tokens of others. Blocks come in runs of a format, as they age, so few tiles are gone
+through twice; in any other order the result is right as well.
+
+    formats   n | 4 4 4 4 4 4 4 4 4 | 8 8 8 8 8 8 | n n n     n: native, of the first block too
+    tiles     |       |       |       |       |       |
+    loops     n-------------------------------------n
+              4-----------------------4
+                                  8-------8
 """
 
 import triton
 import triton.language as tl
 
-from kernels.triton.places import FORMAT_BITS, NATIVE, block_offset
+from kernels.triton.codes import number_of
+from kernels.triton.loads import blocks_of, load_by_channel, load_by_token, load_codes, load_native
+from kernels.triton.places import (
+    CODECS,
+    CODES,
+    FLOAT8,
+    FORMAT_BITS,
+    FORMAT_MASK,
+    KEY,
+    MINIMUMS,
+    NATIVE,
+    SCALES,
+    UINT4_BY_CHANNEL,
+    VALUE,
+    block_offset,
+)
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _NEVER = tl.constexpr(float("-inf"))
+_NOWHERE = tl.constexpr(2**31 - 1)  # beyond any token
+# In float16 products, weights times the scales of values are lifted by what keeps the largest scale in range: few of them
+# are then so small that they lose bits. By codec: 131,008 / 255, 65,504 / 448 and 131,008 / 15 are the largest scales.
+_LIFTS = tl.constexpr((1.0, 64.0, 256.0, 4.0))
+_SCAN = tl.constexpr(32)  # entries that are looked at in one go: a warp's
 
 
 @triton.jit
@@ -29,40 +57,132 @@ def begin_state(M: tl.constexpr, HEAD_PAD: tl.constexpr):
 
 
 @triton.jit
-def attend_run(
-    query, position,  # [M, HEAD_PAD] in the dtype of products, zero beyond the head size; [M] tokens
+def attend(
+    query, position,  # [M, HEAD_PAD] in the dtype of products, zero in padding; [M] tokens
     largest, total, values,  # the state so far
     layer_arena, table, num_slabs, kv_head,  # `table`: the row's entries
     begin, end,  # tokens; `begin` is a multiple of TILE
     first_key, end_key,  # tokens outside of which no query of this tile sees any: never read
-    FORMAT: tl.constexpr,
     MASKED: tl.constexpr,  # whether there are keys in [begin, end) that some query does not see
+    FORMATS: tl.constexpr,  # that blocks may have; tokens of blocks of others are left out, but where there is one only
     SCALE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    SLAB_BYTES: tl.constexpr, BLOCK_BYTES: tl.constexpr,
+    SLAB_BYTES: tl.constexpr, BLOCK_BYTES: tl.constexpr, PLANES: tl.constexpr,
     NATIVE_DTYPE: tl.constexpr, DOT_DTYPE: tl.constexpr,
     TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Return the state after the keys of tokens [begin, end), whose blocks all have one format."""
+    """Return the state after the keys of tokens [begin, end), whose blocks have any of the formats, in any order."""
+    for i in tl.static_range(len(FORMATS)):
+        largest, total, values = attend_format(
+            query, position, largest, total, values, layer_arena, table, num_slabs, kv_head,
+            begin, end, first_key, end_key, FORMATS[i], len(FORMATS) > 1, MASKED, SCALE, WINDOW, SOFT_CAP,
+            NUM_KV_HEADS, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, SLAB_BYTES, BLOCK_BYTES[FORMATS[i]], PLANES[FORMATS[i]],
+            NATIVE_DTYPE, DOT_DTYPE, TILE, STAGES,
+        )  # fmt: skip
+    return largest, total, values
+
+
+@triton.jit
+def find_run(table, begin, end, FORMAT: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Return where the first block of a format among tokens [begin, end) begins and the last one ends."""
+    end_block = tl.cdiv(end, BLOCK_SIZE)
+    first = tl.zeros([_SCAN], tl.int32) + end_block
+    behind = tl.zeros([_SCAN], tl.int32)
+    for block in range(begin // BLOCK_SIZE, end_block, _SCAN):
+        idx = block + tl.arange(0, _SCAN)
+        entry = tl.load(table + idx, mask=idx < end_block, other=-1)  # which has the code of no format
+        is_format = (entry & FORMAT_MASK) == FORMAT
+        first = tl.minimum(first, tl.where(is_format, idx, end_block))
+        behind = tl.maximum(behind, tl.where(is_format, idx + 1, 0))
+    return tl.maximum(tl.min(first, 0) * BLOCK_SIZE, begin), tl.minimum(tl.max(behind, 0) * BLOCK_SIZE, end)
+
+
+@triton.jit
+def attend_format(
+    query, position, largest, total, values, layer_arena, table, num_slabs, kv_head, begin, end, first_key, end_key,
+    FORMAT: tl.constexpr,
+    AMONG_OTHERS: tl.constexpr,  # whether blocks may have other formats, and are to be passed over then
+    MASKED: tl.constexpr,
+    SCALE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    SLAB_BYTES: tl.constexpr, BLOCK_BYTES: tl.constexpr, PLANES: tl.constexpr,  # of the format
+    NATIVE_DTYPE: tl.constexpr, DOT_DTYPE: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Return the state after the keys of those tokens of [begin, end) whose blocks have one format."""
     FACTOR: tl.constexpr = (SCALE if SOFT_CAP is None else SOFT_CAP) * _LOG2_E
+    if AMONG_OTHERS:
+        run_begin, end = find_run(table, tl.maximum(begin, first_key), end, FORMAT, BLOCK_SIZE)
+        begin = run_begin // TILE * TILE
+    if FORMAT != NATIVE:
+        LIFT: tl.constexpr = _LIFTS[CODECS[FORMAT][VALUE]] if DOT_DTYPE == tl.float16 else 1.0
+        query_sum = tl.sum(query.to(tl.float32), 1)
+        values *= LIFT
+        shift = tl.zeros_like(total)  # what the values' minimums add to every channel
     for tile in tl.range(begin, end, TILE, num_stages=STAGES):
         token = tile + tl.arange(0, TILE)
-        held = (token >= first_key) & (token < end_key)
-        if MASKED:
-            entry = tl.load(table + token // BLOCK_SIZE, mask=held, other=0)
+        if AMONG_OTHERS:
+            block, held = blocks_of(
+                table, num_slabs, token, 1, first_key, end_key, FORMAT, BLOCK_SIZE, SLAB_BYTES, BLOCK_BYTES
+            )  # fmt: skip
         else:
-            entry = tl.load(table + token // BLOCK_SIZE)
-        block = block_offset(entry >> FORMAT_BITS, num_slabs, SLAB_BYTES, BLOCK_BYTES)
-        tl.static_assert(FORMAT == NATIVE, "only native blocks can be read yet")
-        key, value = load_native(
-            layer_arena, kv_head, block, token % BLOCK_SIZE, held, MASKED,
-            NUM_KV_HEADS, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, NATIVE_DTYPE,
-        )  # fmt: skip
+            held = (token >= first_key) & (token < end_key)
+            if MASKED:
+                entry = tl.load(table + token // BLOCK_SIZE, mask=held, other=0)
+            else:
+                entry = tl.load(table + token // BLOCK_SIZE)
+            block = block_offset(entry >> FORMAT_BITS, num_slabs, SLAB_BYTES, BLOCK_BYTES)
+        if FORMAT == NATIVE:
+            key, value = load_native(
+                layer_arena, kv_head, block, token % BLOCK_SIZE, held, MASKED,
+                NUM_KV_HEADS, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, NATIVE_DTYPE,
+            )  # fmt: skip
+            score = tl.dot(query, tl.trans(key.to(DOT_DTYPE)), input_precision="ieee")
+        else:
+            even = tile + 2 * tl.arange(0, TILE // 2)
+            pair, pair_held = blocks_of(
+                table, num_slabs, even, 2, first_key, end_key, FORMAT, BLOCK_SIZE, SLAB_BYTES, BLOCK_BYTES
+            )
+            scales = layer_arena + pair + (kv_head * BLOCK_SIZE + even % BLOCK_SIZE) * 2  # of float16
+            key = number_of(
+                load_codes(
+                    layer_arena + PLANES[KEY][CODES], kv_head, block, token % BLOCK_SIZE, held,
+                    CODECS[FORMAT][KEY], HEAD_SIZE, HEAD_PAD, BLOCK_SIZE,
+                ),
+                CODECS[FORMAT][KEY],
+            )  # fmt: skip
+            value = number_of(
+                load_codes(
+                    layer_arena + PLANES[VALUE][CODES], kv_head, block, token % BLOCK_SIZE, held,
+                    CODECS[FORMAT][VALUE], HEAD_SIZE, HEAD_PAD, BLOCK_SIZE,
+                ),
+                CODECS[FORMAT][VALUE],
+            )  # fmt: skip
+            if CODECS[FORMAT][KEY] == UINT4_BY_CHANNEL:
+                SPAN: tl.constexpr = TILE if TILE < BLOCK_SIZE else BLOCK_SIZE
+                group, group_held = blocks_of(
+                    table, num_slabs, tile + SPAN * tl.arange(0, TILE // SPAN), SPAN, first_key, end_key,
+                    FORMAT, BLOCK_SIZE, SLAB_BYTES, BLOCK_BYTES,
+                )  # fmt: skip
+                scale = load_by_channel(
+                    layer_arena + PLANES[KEY][SCALES], kv_head, group, group_held, SPAN, HEAD_SIZE, HEAD_PAD
+                )
+                minimum = load_by_channel(
+                    layer_arena + PLANES[KEY][MINIMUMS], kv_head, group, group_held, SPAN, HEAD_SIZE, HEAD_PAD
+                )
+                key = key * scale + minimum
+                score = tl.dot(query, tl.trans(key.to(DOT_DTYPE)), input_precision="ieee")
+            else:
+                score = tl.dot(query, tl.trans(key.to(DOT_DTYPE)), input_precision="ieee")
+                score *= load_by_token(scales + PLANES[KEY][SCALES], pair_held)[None, :]
+                if CODECS[FORMAT][KEY] != FLOAT8:
+                    score += query_sum[:, None] * load_by_token(scales + PLANES[KEY][MINIMUMS], pair_held)[None, :]
 
-        score = tl.dot(query, tl.trans(key.to(DOT_DTYPE)), input_precision="ieee")
         if SOFT_CAP is not None:
             # tanh(x) = 1 - 2 / (1 + e^2x): exact at both ends, and two steps where a library call is twenty.
             score = 1 - 2 / (1 + tl.exp2(score * (2 * SCALE / SOFT_CAP * _LOG2_E)))
+        if AMONG_OTHERS:
+            token = tl.where(held, token, _NOWHERE)
         if MASKED:
             seen = token[None, :] <= position[:, None]
             if WINDOW is not None:
@@ -76,35 +196,16 @@ def attend_run(
         weight = tl.exp2(score * FACTOR - base[:, None])
         fade = tl.exp2(largest - base)
         total = total * fade + tl.sum(weight, 1)
+        if FORMAT != NATIVE:
+            if CODECS[FORMAT][VALUE] != FLOAT8:
+                minimum = load_by_token(scales + PLANES[VALUE][MINIMUMS], pair_held)
+                shift = shift * fade + tl.sum(weight * minimum[None, :], 1)
+            weight *= load_by_token(scales + PLANES[VALUE][SCALES], pair_held)[None, :] * LIFT
         values = tl.dot(weight.to(DOT_DTYPE), value.to(DOT_DTYPE), values * fade[:, None], input_precision="ieee")
         largest = peak
+    if FORMAT != NATIVE:
+        values = values * (1 / LIFT) + shift[:, None]
     return largest, total, values
-
-
-@triton.jit
-def load_native(
-    layer_arena, kv_head,
-    block, offset, held,  # [TILE] where each token's block begins, the token's place in it, whether it is read
-    MASKED: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    NATIVE_DTYPE: tl.constexpr,
-):  # fmt: skip
-    """Return keys and values of tokens in native blocks, each [TILE, HEAD_PAD]; zero where nothing is read."""
-    ELEMENT_BYTES: tl.constexpr = NATIVE_DTYPE.primitive_bitwidth // 8
-    channel = tl.arange(0, HEAD_PAD)
-    row = block + (kv_head * BLOCK_SIZE + offset) * (HEAD_SIZE * ELEMENT_BYTES)
-    key_row = (layer_arena + row).to(tl.pointer_type(NATIVE_DTYPE))
-    keys = key_row[:, None] + channel[None, :]
-    values = keys + NUM_KV_HEADS * BLOCK_SIZE * HEAD_SIZE
-    if MASKED:
-        mask = held[:, None]
-        if HEAD_PAD > HEAD_SIZE:
-            mask &= channel[None, :] < HEAD_SIZE
-        return tl.load(keys, mask=mask, other=0.0), tl.load(values, mask=mask, other=0.0)
-    if HEAD_PAD > HEAD_SIZE:
-        mask = channel[None, :] < HEAD_SIZE
-        return tl.load(keys, mask=mask, other=0.0), tl.load(values, mask=mask, other=0.0)
-    return tl.load(keys), tl.load(values)
 
 
 @triton.jit
