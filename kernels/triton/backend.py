@@ -42,10 +42,13 @@ class TritonBackend:
 
     Tensors are on the current device. Shapes, dtypes and strides are checked before a launch; tensors begin at a
     multiple of 16 bytes, and their strides are multiples of 16 elements. What stands in tensors on the device is not
-    checked, for that would mean to wait for it: a slot outside the arena is skipped by write_kv, an entry that is not
-    native or outside the arena by copy_blocks and zero_blocks; attention takes every entry for a native one, moves it
-    into the arena where it lies outside, and cuts a context to what its block table holds. Whoever makes the batch
-    checks it before.
+    checked, for that would mean to wait for it. A slot outside the arena is skipped by write_kv. An entry outside it,
+    or of no format, is skipped by copy_blocks, zero_blocks and requantize_blocks, and so is a pair of other formats
+    than these take. Attention moves an entry that lies outside the arena into it, and cuts a context to what its block table
+    holds. Whoever makes the batch checks it before.
+
+    Attention serves the formats that `warm_up` was told of for the layout, in any order. As long as these are native
+    alone, it takes every entry for a native one; from then on it leaves out the tokens of blocks of other formats.
 
     A batch may be padded to the shapes of a captured graph: write_kv skips slot -1, and a row with context length 0
     gets zeros in `out`, whatever its query length; a row without queries costs nothing.
@@ -56,15 +59,18 @@ class TritonBackend:
         device: torch.device | str = "cuda",
         chip: Chip | None = None,
         product_dtypes: Mapping[str, tl.dtype] = TRITON_DTYPES,
+        formats: Collection[Format] = (),
     ) -> None:
         """Make a backend that warms up on `device`, tuned for `chip` (None: the current one).
 
-        Keys, values and weights are multiplied in `product_dtypes` of the native dtype: itself, on a GPU.
+        Keys, values and weights are multiplied in `product_dtypes` of the native dtype: itself, on a GPU. Attention
+        serves blocks of `formats` besides native ones, before any are named to `warm_up`.
         """
         self._device = torch.device(device)
         self._given_chip = chip
         self._product_dtypes = product_dtypes
         self._attentions: dict[tuple[KVLayout, int, AttentionParams], Attention] = {}
+        self._first_formats = frozenset({Format.NATIVE, *formats})
         self._formats: dict[KVLayout, frozenset[Format]] = {}
         self._writes: dict[KVLayout, dict[str, Any]] = {}
         self._requantizations: dict[KVLayout, dict[str, Any]] = {}
@@ -139,7 +145,7 @@ class TritonBackend:
         attention = self._attentions.get((layout, num_heads, params))
         if attention is None:
             dtype = self._product_dtypes[layout.native_dtype]
-            formats = self._formats.get(layout, frozenset())
+            formats = self._formats.get(layout, self._first_formats)
             attention = self._attentions[layout, num_heads, params] = attention_of(
                 layout, num_heads, params, self._chip, dtype, formats
             )
@@ -211,7 +217,7 @@ class TritonBackend:
         self.paged_attention(query, arena[0], batch, params, layout, torch.empty_like(query))
 
     def _add_formats(self, layout: KVLayout, formats: Collection[Format]) -> None:
-        served = self._formats.get(layout, frozenset({Format.NATIVE}))
+        served = self._formats.get(layout, self._first_formats)
         if not served.issuperset(formats):
             self._formats[layout] = served.union(formats)
             self._attentions = {key: found for key, found in self._attentions.items() if key[0] != layout}
@@ -243,7 +249,8 @@ def attention_of(
     group = group_size(num_query_heads, layout, params.sliding_window)
     if params.scale <= 0:
         raise UnsupportedShapeError(f"scale is {params.scale}, not above 0")
-    prefill, decode = tune_prefill(layout, group, params, chip), tune_decode(layout, group, chip)
+    prefill = tune_prefill(layout, group, params, chip, formats)
+    decode = tune_decode(layout, group, chip, formats)
     common = {
         **block_constants(layout),
         "PLANES": planes(layout),

@@ -49,12 +49,12 @@ def copy_kernel(arena, src_entries, dst_entries, num_slabs, SLAB_BYTES: tl.const
     source = tl.load(src_entries + tl.program_id(0))
     target = tl.load(dst_entries + tl.program_id(0))
     alike = (source & FORMAT_MASK) == (target & FORMAT_MASK)
-    if alike & is_block(source, num_slabs, SLAB_BYTES, BLOCK_BYTES):
-        if is_block(target, num_slabs, SLAB_BYTES, BLOCK_BYTES):
-            num_words = bytes_of_block(source, BLOCK_BYTES) // 4
-            mask = tl.program_id(2) * _CHUNK_WORDS + tl.arange(0, _CHUNK_WORDS) < num_words
-            words = tl.load(block_words(arena, source, num_slabs, SLAB_BYTES, BLOCK_BYTES), mask=mask)
-            tl.store(block_words(arena, target, num_slabs, SLAB_BYTES, BLOCK_BYTES), words, mask=mask)
+    is_source = is_block(source, num_slabs, SLAB_BYTES, BLOCK_BYTES)
+    if alike & is_source & is_block(target, num_slabs, SLAB_BYTES, BLOCK_BYTES):
+        num_words = bytes_of_block(source, BLOCK_BYTES) // 4
+        mask = tl.program_id(2) * _CHUNK_WORDS + tl.arange(0, _CHUNK_WORDS) < num_words
+        words = tl.load(block_words(arena, source, num_slabs, SLAB_BYTES, BLOCK_BYTES), mask=mask)
+        tl.store(block_words(arena, target, num_slabs, SLAB_BYTES, BLOCK_BYTES), words, mask=mask)
 
 
 @triton.jit(do_not_specialize=["entries", "num_slabs"])

@@ -3,8 +3,8 @@
 Codes become numbers, and numbers codes, by what their bits mean, so every chip does the same, the interpreter too:
 conversions of float8 are missing on some chips, mean another float8 on others, and those of integers are slow on most.
 
-In registers a head's channels stand in two halves, each padded to half of HEAD_PAD: what a byte of int4 holds, channels d
-and d + HEAD_SIZE / 2, then lies HEAD_PAD / 2 apart, for every head size.
+In registers a head's channels stand in two halves, each padded to half of HEAD_PAD: what a byte of int4 holds, channels
+d and d + HEAD_SIZE / 2, then lies HEAD_PAD / 2 apart, for every head size.
 
     HEAD_SIZE 96   | channels 0 to 47 | padding, 16 | channels 48 to 95 | padding, 16 |
 """
@@ -25,24 +25,26 @@ _ONES_BITS = tl.constexpr(0x4B000000)
 @triton.jit
 def channels(HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr):
     """Return which channel stands where, [HEAD_PAD], and whether it is one and not padding."""
-    place = tl.arange(0, HEAD_PAD)
-    if HEAD_SIZE == HEAD_PAD:
-        return place, place < HEAD_SIZE
-    else:
-        HALF: tl.constexpr = HEAD_SIZE // 2
-        HALF_PAD: tl.constexpr = HEAD_PAD // 2
-        return place // HALF_PAD * HALF + place % HALF_PAD, place % HALF_PAD < HALF
+    HALF: tl.constexpr = HEAD_SIZE // 2
+    HALF_PAD: tl.constexpr = HEAD_PAD // 2
+    channel = tl.arange(0, HEAD_PAD)
+    is_channel = channel < HEAD_SIZE
+    if HEAD_PAD > HEAD_SIZE:
+        is_channel = channel % HALF_PAD < HALF
+        channel = channel // HALF_PAD * HALF + channel % HALF_PAD
+    return channel, is_channel
 
 
 @triton.jit
 def number_of(code, CODEC: tl.constexpr):
     """Return what uint8 codes count, float32."""
+    bits = code.to(tl.int32)
     if CODEC == FLOAT8:
-        bits = code.to(tl.int32)
         # Sign, exponent and mantissa in their places; the exponents' zeros lie 120 apart. Small numbers come out right.
-        return (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True) * 2.0**120
+        number = (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True) * 2.0**120
     else:
-        return (code.to(tl.int32) | _ONES_BITS).to(tl.float32, bitcast=True) - _ONES
+        number = (bits | _ONES_BITS).to(tl.float32, bitcast=True) - _ONES
+    return number
 
 
 @triton.jit
@@ -87,9 +89,10 @@ def divided(x, scale):
 
 @triton.jit
 def quantize(x, is_channel, CODEC: tl.constexpr, AXIS: tl.constexpr):
-    """Return the codes, scales and minimums of groups along an axis of float32 [tokens, HEAD_PAD]; float8 has no minimum: it is the scale.
+    """Return the codes of float32 [tokens, HEAD_PAD], and the scales and minimums of its groups along an axis.
 
-    The groups' axis has size 1 in scales and minimums. What stands where `is_channel`, [HEAD_PAD], is false is ignored.
+    The axis has size 1 in scales and minimums. What stands where `is_channel`, [HEAD_PAD], is false is ignored. float8
+    has no minimums: the scales stand in their place.
     """
     x = tl.where(x == x, x, 0.0)
     x = tl.minimum(tl.maximum(x, -LARGEST_FLOAT16), LARGEST_FLOAT16)

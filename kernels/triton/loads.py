@@ -4,22 +4,26 @@ import triton
 import triton.language as tl
 
 from kernels.triton.codes import channels, join_halves
-from kernels.triton.places import FORMAT_BITS, FORMAT_MASK, UINT4, UINT4_BY_CHANNEL, block_offset
+from kernels.triton.places import FORMAT_BITS, FORMAT_MASK, UINT4, block_offset
 
 
 @triton.jit
 def blocks_of(
     table, num_slabs, token, span, first_key, end_key,
-    FORMAT: tl.constexpr, BLOCK_SIZE: tl.constexpr, SLAB_BYTES: tl.constexpr, BLOCK_BYTES: tl.constexpr,
+    FORMAT: tl.constexpr, AMONG_OTHERS: tl.constexpr, MASKED: tl.constexpr,  # as in tiles.attend_format
+    BLOCK_SIZE: tl.constexpr, SLAB_BYTES: tl.constexpr, BLOCK_BYTES: tl.constexpr,
 ):  # fmt: skip
-    """Return where the blocks of tokens begin, and whether they are held.
+    """Return where the blocks of tokens begin, and whether they are to be read.
 
-    Held is what has the format, and of whose `span` tokens from the one given on any is in [first_key, end_key).
+    That is where any of the `span` tokens from the one given on is in [first_key, end_key), and where there may be
+    blocks of others, if the format is the one.
     """
-    held = (token + span > first_key) & (token < end_key)
-    entry = tl.load(table + token // BLOCK_SIZE, mask=held, other=-1)  # which has the code of no format
-    block = block_offset(entry >> FORMAT_BITS, num_slabs, SLAB_BYTES, BLOCK_BYTES)
-    return block, (entry & FORMAT_MASK) == FORMAT
+    held = (token + (span - 1) >= first_key) & (token < end_key)
+    entries = table + token // BLOCK_SIZE
+    entry = tl.load(entries, mask=held, other=0) if MASKED else tl.load(entries)
+    if AMONG_OTHERS:
+        held &= (entry & FORMAT_MASK) == FORMAT
+    return block_offset(entry >> FORMAT_BITS, num_slabs, SLAB_BYTES, BLOCK_BYTES), held
 
 
 @triton.jit
@@ -56,20 +60,19 @@ def load_codes(
 ):  # fmt: skip
     """Return the codes of tokens' keys or values, uint8 [TILE, HEAD_PAD]; zero where nothing is read."""
     row = kv_head * BLOCK_SIZE + offset
-    if CODEC == UINT4 or CODEC == UINT4_BY_CHANNEL:
+    mask = held[:, None]
+    if CODEC >= UINT4:
         HALF: tl.constexpr = HEAD_SIZE // 2
         channel = tl.arange(0, HEAD_PAD // 2)
-        mask = held[:, None]
         if HEAD_PAD > HEAD_SIZE:
             mask &= (channel < HALF)[None, :]
-        packed = tl.load((plane + block + row * HALF)[:, None] + channel[None, :], mask=mask, other=0)
-        return join_halves(packed)
+        codes = join_halves(tl.load((plane + block + row * HALF)[:, None] + channel[None, :], mask=mask, other=0))
     else:
         channel, is_channel = channels(HEAD_SIZE, HEAD_PAD)
-        mask = held[:, None]
         if HEAD_PAD > HEAD_SIZE:
             mask &= is_channel[None, :]
-        return tl.load((plane + block + row * HEAD_SIZE)[:, None] + channel[None, :], mask=mask, other=0)
+        codes = tl.load((plane + block + row * HEAD_SIZE)[:, None] + channel[None, :], mask=mask, other=0)
+    return codes
 
 
 @triton.jit

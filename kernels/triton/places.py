@@ -17,26 +17,28 @@ FORMAT_MASK = tl.constexpr((1 << ENTRY_FORMAT_BITS) - 1)
 PLACES = tl.constexpr(PLACES_PER_SLAB)
 _PLACE_BITS = tl.constexpr(PLACES_PER_SLAB.bit_length() - 1)
 
-# How keys or values are encoded: kernels.formats.Codec as a number.
+# How keys or values are encoded: kernels.formats.Codec as a number. From UINT4 on, two codes are in a byte.
 AS_COMPUTED, UINT8, FLOAT8, UINT4, UINT4_BY_CHANNEL = (tl.constexpr(number) for number in range(5))
 # The two sides of a block, and the planes of a side.
 KEY, VALUE = tl.constexpr(0), tl.constexpr(1)
 CODES, SCALES, MINIMUMS = (tl.constexpr(number) for number in range(3))
 
 
-def _codec(codec: Codec) -> int:
+def _codec(codec: Codec) -> tl.constexpr:
     match codec.encoding:
         case Encoding.UINT8:
-            return UINT8.value
+            return UINT8
         case Encoding.FLOAT8:
-            return FLOAT8.value
+            return FLOAT8
         case Encoding.UINT4:
-            return UINT4_BY_CHANNEL.value if codec.group is Group.CHANNEL else UINT4.value
+            return UINT4_BY_CHANNEL if codec.group is Group.CHANNEL else UINT4
         case _:
-            return AS_COMPUTED.value
+            return AS_COMPUTED
 
 
-CODECS = tl.constexpr(tuple((_codec(RECIPES[fmt].key), _codec(RECIPES[fmt].value)) for fmt in Format))  # [format][side]
+CODECS = tl.constexpr(  # [format][side]
+    tuple((_codec(RECIPES[fmt].key).value, _codec(RECIPES[fmt].value).value) for fmt in Format)
+)
 
 
 def block_bytes(layout: KVLayout) -> tuple[int, ...]:

@@ -25,10 +25,17 @@ from triton.compiler import ASTSource
 
 from kernels.dispatch import AttentionParams
 from kernels.formats import Format, KVLayout
-from kernels.triton.backend import TRITON_DTYPES, attention_of, block_constants, write_constants
+from kernels.triton.backend import (
+    TRITON_DTYPES,
+    attention_of,
+    block_constants,
+    requantize_constants,
+    write_constants,
+)
 from kernels.triton.blocks import copy_kernel, write_kernel, zero_kernel
 from kernels.triton.decode import MIN_SPLIT, decode_kernel, merge_kernel
 from kernels.triton.prefill import prefill_kernel
+from kernels.triton.requantize import requantize_kernel
 from kernels.triton.tuning import Chip
 
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -88,6 +95,12 @@ TARGETS = (
     Target("sm_100", Chip("cuda", 100), 32, 227 * 1024),
     Target("gfx942", Chip("hip", "gfx942"), 64, 64 * 1024),
 )
+# That blocks may have besides native, by kernel: of the policy native:16,int8:48,int4, and of one for 8 bits.
+FORMATS = {
+    "prefill mixed": (Format.INT8, Format.INT4),
+    "decode mixed": (Format.INT8, Format.INT4),
+    "decode fp8": (Format.FP8,),
+}
 
 
 def compile_kernel(name: str, model: Model, target: Target) -> Usage:
@@ -126,11 +139,16 @@ def compile_kernel(name: str, model: Model, target: Target) -> Usage:
 def _kernel(name: str, model: Model, chip: Chip) -> tuple[Any, Mapping[str, Any]]:
     """Return a kernel and what the backend fixes about it: constants and launch options."""
     layout = model.layout
-    attention = attention_of(layout, model.num_query_heads, model.params, chip, TRITON_DTYPES[layout.native_dtype])
+    dtype, formats = TRITON_DTYPES[layout.native_dtype], FORMATS.get(name, ())
+    attention = attention_of(layout, model.num_query_heads, model.params, chip, dtype, formats)
     return {
         "prefill": (prefill_kernel, attention.prefill),
+        "prefill mixed": (prefill_kernel, attention.prefill),
         "decode": (decode_kernel, attention.decode),
+        "decode mixed": (decode_kernel, attention.decode),
+        "decode fp8": (decode_kernel, attention.decode),
         "merge": (merge_kernel, attention.merge),
+        "requantize": (requantize_kernel, requantize_constants(layout)),
         "write": (write_kernel, write_constants(layout)),
         "copy": (copy_kernel, block_constants(layout)),
         "zero": (zero_kernel, block_constants(layout)),
@@ -172,8 +190,13 @@ def _count(pattern: str, code: str) -> int:
 
 
 def compilations() -> list[tuple[str, Model, Target]]:
-    """Return what is compiled: attention for every model and chip, what is the same for all models for one of them."""
+    """Return what is compiled: attention for every model and chip, what is the same for all models for one of them.
+
+    Kernels for several formats take long: they are compiled for one model, some for the chips least alike.
+    """
     return [
+        *itertools.product(("prefill mixed", "decode mixed"), MODELS[:1], TARGETS),
+        *itertools.product(("decode fp8", "requantize"), MODELS[:1], (TARGETS[0], TARGETS[-1])),
         *itertools.product(("prefill", "decode"), MODELS, TARGETS),
         *itertools.product(("merge", "write", "copy", "zero"), MODELS[:1], TARGETS),
     ]
@@ -185,11 +208,16 @@ def compile_all() -> list[Usage]:
         return list(pool.map(compile_kernel, *zip(*compilations(), strict=True)))
 
 
+def _decode_of(fmt: Format) -> str:
+    return "decode" if fmt is Format.NATIVE else f"decode {fmt.name.lower()}"
+
+
 UNITS = {
     "prefill": "pair of a query token and a key",
-    "decode": "token of context",
+    **{_decode_of(fmt): "token of context" for fmt in Format},
     "merge": f"token of context, in splits of {MIN_SPLIT}",
     "write": "token",
+    "requantize": "token of a block, native to int4",
     "copy": "token of a block",
     "zero": "token of a block",
 }
@@ -198,14 +226,16 @@ UNITS = {
 def traffic(model: Model, chip: Chip) -> dict[str, tuple[float, int]]:
     """Return the bytes that each kernel moves to and from memory in a layer, and its operations, for a unit of work."""
     layout, heads = model.layout, model.num_query_heads
-    token_bytes = layout.block_bytes(Format.NATIVE) // layout.block_size  # keys and values of all heads
+    sizes = {fmt: layout.block_bytes(fmt) / layout.block_size for fmt in Format}  # keys and values of all heads
+    token_bytes = sizes[Format.NATIVE]
     pair_operations = 4 * heads * layout.head_size  # a multiplication and an addition, for the score and for the value
     attention = attention_of(layout, heads, model.params, chip, TRITON_DTYPES[layout.native_dtype])
     return {
         "prefill": (token_bytes / attention.tile_queries, pair_operations),
-        "decode": (token_bytes, pair_operations),
+        **{_decode_of(fmt): (size, pair_operations) for fmt, size in sizes.items()},
         "merge": (2 * 4 * heads * (layout.head_size + 1) / MIN_SPLIT, 0),  # float32, written and read
         "write": (2 * token_bytes, 0),
+        "requantize": (token_bytes + sizes[Format.INT4], 0),
         "copy": (2 * token_bytes, 0),
         "zero": (token_bytes, 0),
     }

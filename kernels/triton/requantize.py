@@ -1,7 +1,7 @@
 """Full blocks written anew in narrower formats.
 
-A program reads the keys and values of one head of a block, all tokens of it, into registers, and writes their codes. Which
-formats they are of is known on the device only: each pair of formats is a branch, of which a program takes one.
+A program reads the keys and values of one head of a block, all tokens of it, into registers, and writes their codes.
+Which formats they have is known on the device only: each pair of formats is a branch, of which a program takes one.
 """
 
 import triton
@@ -60,13 +60,12 @@ def requantize_side(
     _, is_channel = channels(HEAD_SIZE, HEAD_PAD)
     AXIS: tl.constexpr = 0 if TARGET_CODEC == UINT4_BY_CHANNEL else 1
     if SOURCE_CODEC == AS_COMPUTED:
-        ELEMENT_BYTES: tl.constexpr = NATIVE_DTYPE.primitive_bitwidth // 8
         plane = (source + SOURCE_PLANES[CODES]).to(tl.pointer_type(NATIVE_DTYPE))
         at, mask = elements(head, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, False)
         x = tl.load(plane + at, mask=mask, other=0.0).to(tl.float32)
         codes, scale, minimum = quantize(x, is_channel, TARGET_CODEC, AXIS)
     else:
-        PACKED: tl.constexpr = SOURCE_CODEC == UINT4
+        PACKED: tl.constexpr = SOURCE_CODEC >= UINT4
         at, mask = elements(head, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, PACKED)
         codes = tl.load(source + SOURCE_PLANES[CODES] + at, mask=mask, other=0)
         if PACKED:
@@ -81,7 +80,7 @@ def requantize_side(
             if SOURCE_CODEC != FLOAT8:
                 x += minimum.to(tl.float32)
             codes, scale, minimum = quantize(x, is_channel, TARGET_CODEC, AXIS)
-    IS_PACKED: tl.constexpr = TARGET_CODEC == UINT4 or TARGET_CODEC == UINT4_BY_CHANNEL
+    IS_PACKED: tl.constexpr = TARGET_CODEC >= UINT4
     if IS_PACKED:
         codes = pack_halves(codes)
     to, mask = elements(head, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, IS_PACKED)
@@ -95,12 +94,11 @@ def requantize_side(
 @triton.jit
 def elements(head, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, PACKED: tl.constexpr):
     """Return where a head's elements stand in a plane, [BLOCK_SIZE, HEAD_PAD], half as wide if PACKED, and a mask."""
+    WIDTH: tl.constexpr = HEAD_SIZE // 2 if PACKED else HEAD_SIZE
     if PACKED:
-        WIDTH: tl.constexpr = HEAD_SIZE // 2
         channel = tl.arange(0, HEAD_PAD // 2)
         is_channel = channel < WIDTH
     else:
-        WIDTH: tl.constexpr = HEAD_SIZE
         channel, is_channel = channels(HEAD_SIZE, HEAD_PAD)
     token = tl.arange(0, BLOCK_SIZE)
     mask = (token >= 0)[:, None] & is_channel[None, :]
@@ -109,10 +107,11 @@ def elements(head, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: 
 
 @triton.jit
 def groups(head, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, AXIS: tl.constexpr):
-    """Return where a head's scales stand in a plane, and a mask: [BLOCK_SIZE, 1] by token (AXIS 1), or [1, HEAD_PAD]."""
+    """Return where a head's scales stand in a plane and a mask: [BLOCK_SIZE, 1] by token (AXIS 1), or [1, HEAD_PAD]."""
     if AXIS == 1:
         token = tl.arange(0, BLOCK_SIZE)
-        return (head * BLOCK_SIZE + token)[:, None], (token >= 0)[:, None]
+        at, mask = (head * BLOCK_SIZE + token)[:, None], (token >= 0)[:, None]
     else:
         channel, is_channel = channels(HEAD_SIZE, HEAD_PAD)
-        return (head * HEAD_SIZE + channel)[None, :], is_channel[None, :]
+        at, mask = (head * HEAD_SIZE + channel)[None, :], is_channel[None, :]
+    return at, mask

@@ -26,25 +26,25 @@ import triton.language as tl
 from kernels.triton.codes import number_of
 from kernels.triton.loads import blocks_of, load_by_channel, load_by_token, load_codes, load_native
 from kernels.triton.places import (
+    AS_COMPUTED,
     CODECS,
     CODES,
     FLOAT8,
-    FORMAT_BITS,
     FORMAT_MASK,
     KEY,
     MINIMUMS,
     NATIVE,
     SCALES,
+    UINT4,
     UINT4_BY_CHANNEL,
     VALUE,
-    block_offset,
 )
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _NEVER = tl.constexpr(float("-inf"))
 _NOWHERE = tl.constexpr(2**31 - 1)  # beyond any token
-# In float16 products, weights times the scales of values are lifted by what keeps the largest scale in range: few of them
-# are then so small that they lose bits. By codec: 131,008 / 255, 65,504 / 448 and 131,008 / 15 are the largest scales.
+# In float16 products, weights times the scales of values are lifted by what keeps the largest scale in range, so that
+# few are too small for all their bits. By codec: the largest scales are 131,008 / 255, 65,504 / 448 and 131,008 / 15.
 _LIFTS = tl.constexpr((1.0, 64.0, 256.0, 4.0))
 _SCAN = tl.constexpr(32)  # entries that are looked at in one go: a warp's
 
@@ -111,27 +111,28 @@ def attend_format(
 ):  # fmt: skip
     """Return the state after the keys of those tokens of [begin, end) whose blocks have one format."""
     FACTOR: tl.constexpr = (SCALE if SOFT_CAP is None else SOFT_CAP) * _LOG2_E
+    VALUE_CODEC: tl.constexpr = CODECS[FORMAT][VALUE]
+    LIFT: tl.constexpr = _LIFTS[VALUE_CODEC] if tl.float16 == DOT_DTYPE else 1.0
+    # A tile of 8 bits on its way is as many bytes as two of 4 bits, and takes as many registers as two.
+    LOOP_STAGES: tl.constexpr = 3 if VALUE_CODEC != AS_COMPUTED and VALUE_CODEC < UINT4 and STAGES > 3 else STAGES
+    first = 0
     if AMONG_OTHERS:
-        run_begin, end = find_run(table, tl.maximum(begin, first_key), end, FORMAT, BLOCK_SIZE)
-        begin = run_begin // TILE * TILE
+        # The loop begins at 0, for where it began at what was found in memory, the compiler would lose sight of how
+        # addresses are aligned.
+        run_begin, run_end = find_run(table, tl.maximum(begin, first_key), end, FORMAT, BLOCK_SIZE)
+        first = begin + tl.maximum(run_begin - begin, 0) // TILE * TILE
+        begin, end = 0, run_end - first
     if FORMAT != NATIVE:
-        LIFT: tl.constexpr = _LIFTS[CODECS[FORMAT][VALUE]] if DOT_DTYPE == tl.float16 else 1.0
         query_sum = tl.sum(query.to(tl.float32), 1)
         values *= LIFT
         shift = tl.zeros_like(total)  # what the values' minimums add to every channel
-    for tile in tl.range(begin, end, TILE, num_stages=STAGES):
+    for at in tl.range(begin, end, TILE, num_stages=LOOP_STAGES):
+        tile = first + at
         token = tile + tl.arange(0, TILE)
-        if AMONG_OTHERS:
-            block, held = blocks_of(
-                table, num_slabs, token, 1, first_key, end_key, FORMAT, BLOCK_SIZE, SLAB_BYTES, BLOCK_BYTES
-            )  # fmt: skip
-        else:
-            held = (token >= first_key) & (token < end_key)
-            if MASKED:
-                entry = tl.load(table + token // BLOCK_SIZE, mask=held, other=0)
-            else:
-                entry = tl.load(table + token // BLOCK_SIZE)
-            block = block_offset(entry >> FORMAT_BITS, num_slabs, SLAB_BYTES, BLOCK_BYTES)
+        block, held = blocks_of(
+            table, num_slabs, token, 1, first_key, end_key,
+            FORMAT, AMONG_OTHERS, MASKED, BLOCK_SIZE, SLAB_BYTES, BLOCK_BYTES,
+        )  # fmt: skip
         if FORMAT == NATIVE:
             key, value = load_native(
                 layer_arena, kv_head, block, token % BLOCK_SIZE, held, MASKED,
@@ -141,53 +142,24 @@ def attend_format(
         else:
             even = tile + 2 * tl.arange(0, TILE // 2)
             pair, pair_held = blocks_of(
-                table, num_slabs, even, 2, first_key, end_key, FORMAT, BLOCK_SIZE, SLAB_BYTES, BLOCK_BYTES
-            )
+                table, num_slabs, even, 2, first_key, end_key,
+                FORMAT, AMONG_OTHERS, MASKED, BLOCK_SIZE, SLAB_BYTES, BLOCK_BYTES,
+            )  # fmt: skip
             scales = layer_arena + pair + (kv_head * BLOCK_SIZE + even % BLOCK_SIZE) * 2  # of float16
-            key = number_of(
-                load_codes(
-                    layer_arena + PLANES[KEY][CODES], kv_head, block, token % BLOCK_SIZE, held,
-                    CODECS[FORMAT][KEY], HEAD_SIZE, HEAD_PAD, BLOCK_SIZE,
-                ),
-                CODECS[FORMAT][KEY],
+            score = score_codes(
+                query, query_sum, layer_arena, table, num_slabs, kv_head, tile, block, held, scales, pair_held,
+                first_key, end_key, FORMAT, AMONG_OTHERS, MASKED, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, SLAB_BYTES,
+                BLOCK_BYTES, PLANES[KEY], DOT_DTYPE, TILE,
             )  # fmt: skip
-            value = number_of(
-                load_codes(
-                    layer_arena + PLANES[VALUE][CODES], kv_head, block, token % BLOCK_SIZE, held,
-                    CODECS[FORMAT][VALUE], HEAD_SIZE, HEAD_PAD, BLOCK_SIZE,
-                ),
-                CODECS[FORMAT][VALUE],
+            value = load_codes(
+                layer_arena + PLANES[VALUE][CODES], kv_head, block, token % BLOCK_SIZE, held,
+                VALUE_CODEC, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE,
             )  # fmt: skip
-            if CODECS[FORMAT][KEY] == UINT4_BY_CHANNEL:
-                SPAN: tl.constexpr = TILE if TILE < BLOCK_SIZE else BLOCK_SIZE
-                group, group_held = blocks_of(
-                    table, num_slabs, tile + SPAN * tl.arange(0, TILE // SPAN), SPAN, first_key, end_key,
-                    FORMAT, BLOCK_SIZE, SLAB_BYTES, BLOCK_BYTES,
-                )  # fmt: skip
-                scale = load_by_channel(
-                    layer_arena + PLANES[KEY][SCALES], kv_head, group, group_held, SPAN, HEAD_SIZE, HEAD_PAD
-                )
-                minimum = load_by_channel(
-                    layer_arena + PLANES[KEY][MINIMUMS], kv_head, group, group_held, SPAN, HEAD_SIZE, HEAD_PAD
-                )
-                key = key * scale + minimum
-                score = tl.dot(query, tl.trans(key.to(DOT_DTYPE)), input_precision="ieee")
-            else:
-                score = tl.dot(query, tl.trans(key.to(DOT_DTYPE)), input_precision="ieee")
-                score *= load_by_token(scales + PLANES[KEY][SCALES], pair_held)[None, :]
-                if CODECS[FORMAT][KEY] != FLOAT8:
-                    score += query_sum[:, None] * load_by_token(scales + PLANES[KEY][MINIMUMS], pair_held)[None, :]
-
-        if SOFT_CAP is not None:
-            # tanh(x) = 1 - 2 / (1 + e^2x): exact at both ends, and two steps where a library call is twenty.
-            score = 1 - 2 / (1 + tl.exp2(score * (2 * SCALE / SOFT_CAP * _LOG2_E)))
         if AMONG_OTHERS:
-            token = tl.where(held, token, _NOWHERE)
-        if MASKED:
-            seen = token[None, :] <= position[:, None]
-            if WINDOW is not None:
-                seen &= token[None, :] > position[:, None] - WINDOW
-            score = tl.where(seen, score, _NEVER)
+            # Fetched once more: what both addresses and scores depend on, the compiler does not pipeline.
+            entry = tl.load(table + token // BLOCK_SIZE, mask=token < end_key, other=-1)
+            token = tl.where((entry & FORMAT_MASK) == FORMAT, token, _NOWHERE)
+        score = mask_score(score, token, position, MASKED, SCALE, WINDOW, SOFT_CAP)
 
         # The factor is applied within the exponent, where it costs no operation of its own.
         peak = tl.maximum(largest, tl.max(score, 1) * FACTOR)
@@ -197,15 +169,74 @@ def attend_format(
         fade = tl.exp2(largest - base)
         total = total * fade + tl.sum(weight, 1)
         if FORMAT != NATIVE:
-            if CODECS[FORMAT][VALUE] != FLOAT8:
+            if VALUE_CODEC != FLOAT8:
                 minimum = load_by_token(scales + PLANES[VALUE][MINIMUMS], pair_held)
                 shift = shift * fade + tl.sum(weight * minimum[None, :], 1)
             weight *= load_by_token(scales + PLANES[VALUE][SCALES], pair_held)[None, :] * LIFT
+            value = number_of(value, VALUE_CODEC)
         values = tl.dot(weight.to(DOT_DTYPE), value.to(DOT_DTYPE), values * fade[:, None], input_precision="ieee")
         largest = peak
     if FORMAT != NATIVE:
         values = values * (1 / LIFT) + shift[:, None]
     return largest, total, values
+
+
+@triton.jit
+def score_codes(
+    query, query_sum,  # [M, HEAD_PAD], and the sum of each
+    layer_arena, table, num_slabs, kv_head,
+    tile, block, held,  # the tile's first token; as load_codes takes them
+    scales, scales_held,  # as load_by_token takes them, but for the plane
+    first_key, end_key,
+    FORMAT: tl.constexpr, AMONG_OTHERS: tl.constexpr, MASKED: tl.constexpr,
+    HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    SLAB_BYTES: tl.constexpr, BLOCK_BYTES: tl.constexpr, PLANES: tl.constexpr,  # of keys
+    DOT_DTYPE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Return the products of queries and keys that are codes, float32 [M, TILE].
+
+    Scales and minimums by token stay outside the product: q.k = scale * q.code + minimum * sum(q). Those by channel do
+    not: such keys become numbers before it.
+    """
+    CODEC: tl.constexpr = CODECS[FORMAT][KEY]
+    offset = (tile + tl.arange(0, TILE)) % BLOCK_SIZE
+    codes = load_codes(
+        layer_arena + PLANES[CODES], kv_head, block, offset, held, CODEC, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE
+    )  # fmt: skip
+    key = number_of(codes, CODEC)
+    if CODEC == UINT4_BY_CHANNEL:
+        SPAN: tl.constexpr = TILE if TILE < BLOCK_SIZE else BLOCK_SIZE
+        group, group_held = blocks_of(
+            table, num_slabs, tile + SPAN * tl.arange(0, TILE // SPAN), SPAN, first_key, end_key,
+            FORMAT, AMONG_OTHERS, MASKED, BLOCK_SIZE, SLAB_BYTES, BLOCK_BYTES,
+        )  # fmt: skip
+        scale_plane, minimum_plane = layer_arena + PLANES[SCALES], layer_arena + PLANES[MINIMUMS]
+        scale = load_by_channel(scale_plane, kv_head, group, group_held, SPAN, HEAD_SIZE, HEAD_PAD)
+        minimum = load_by_channel(minimum_plane, kv_head, group, group_held, SPAN, HEAD_SIZE, HEAD_PAD)
+        key = key * scale + minimum
+    score = tl.dot(query, tl.trans(key.to(DOT_DTYPE)), input_precision="ieee")
+    if CODEC != UINT4_BY_CHANNEL:
+        score *= load_by_token(scales + PLANES[SCALES], scales_held)[None, :]
+        if CODEC != FLOAT8:
+            score += query_sum[:, None] * load_by_token(scales + PLANES[MINIMUMS], scales_held)[None, :]
+    return score
+
+
+@triton.jit
+def mask_score(
+    score, token, position,  # [M, TILE]; [TILE]; [M]
+    MASKED: tl.constexpr, SCALE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+):  # fmt: skip
+    """Return scores after the soft cap, but for its factor; minus infinity for keys that a query does not see."""
+    if SOFT_CAP is not None:
+        # tanh(x) = 1 - 2 / (1 + e^2x): exact at both ends, and two steps where a library call is twenty.
+        score = 1 - 2 / (1 + tl.exp2(score * (2 * SCALE / SOFT_CAP * _LOG2_E)))
+    if MASKED:
+        seen = token[None, :] <= position[:, None]
+        if WINDOW is not None:
+            seen &= token[None, :] > position[:, None] - WINDOW
+        score = tl.where(seen, score, _NEVER)
+    return score
 
 
 @triton.jit

@@ -2,16 +2,17 @@
 
 Chosen from what the compiler reports (`kernels.triton.report`): the widest tiles that spill no register, with two tiles
 of keys and values on their way to shared memory while one is multiplied. Chips of one generation with less shared
-memory (those in desktops) get a shorter pipeline.
+memory (those in desktops) get a shorter pipeline. Codes become numbers in registers, so kernels that read other formats
+than native get smaller tiles where products take their operands from registers as well.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from kernels.dispatch import AttentionParams
-from kernels.formats import KVLayout
+from kernels.formats import Format, KVLayout
 
 # Of every launch. The compiler's default is about to change; products and sums are the same to the last bit only with
 # one setting.
@@ -54,9 +55,14 @@ def head_pad(layout: KVLayout) -> int:
     return _next_power_of_2(layout.head_size)
 
 
-def tune_prefill(layout: KVLayout, group: int, params: AttentionParams, chip: Chip) -> Tuning:
-    """Return the tuning of the prefill kernel for `group` query heads a KV head."""
+def tune_prefill(
+    layout: KVLayout, group: int, params: AttentionParams, chip: Chip, formats: Collection[Format] = (Format.NATIVE,)
+) -> Tuning:
+    """Return the tuning of the prefill kernel for `group` query heads a KV head, and blocks of the formats."""
     key_bytes = head_pad(layout) * layout.element_bytes
+    if _has_codes(formats) and not chip.has_async_products:
+        rows = max(64, _next_power_of_2(group))
+        return Tuning(rows, 32 if key_bytes <= 256 else 16, num_warps=4, num_stages=2 if chip.backend == "hip" else 3)
     if layout.native_dtype == "float32":
         return _tune_float32_prefill(key_bytes, group, chip)
     rows = max(64 if key_bytes > 256 else 128, _next_power_of_2(group))
@@ -78,13 +84,17 @@ def _tune_float32_prefill(key_bytes: int, group: int, chip: Chip) -> Tuning:
     return Tuning(rows, keys, num_warps, num_stages=2 if chip.backend == "hip" else 3)
 
 
-def tune_decode(layout: KVLayout, group: int, chip: Chip) -> Tuning:
+def tune_decode(layout: KVLayout, group: int, chip: Chip, formats: Collection[Format] = (Format.NATIVE,)) -> Tuning:
     """Return the tuning of the decode kernel; tensor cores multiply 16 rows at least."""
     rows = max(16, _next_power_of_2(group))
     keys = max(16, min(_DECODE_TILE_BYTES // (head_pad(layout) * layout.element_bytes), 128))
     if chip.backend == "hip":
-        return Tuning(rows, min(keys, 64), num_warps=4, num_stages=2)
+        return Tuning(rows, min(keys, 32 if _has_codes(formats) else 64), num_warps=4, num_stages=2)
     return Tuning(rows, keys, num_warps=4, num_stages=5)
+
+
+def _has_codes(formats: Collection[Format]) -> bool:
+    return any(fmt is not Format.NATIVE for fmt in formats)
 
 
 def _next_power_of_2(number: int) -> int:

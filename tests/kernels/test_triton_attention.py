@@ -4,10 +4,14 @@ The interpreter's product of bfloat16 is garbage, so products of bfloat16 blocks
 takes milliseconds a token to write: the reference, whose blocks lie alike, fills the arenas.
 """
 
+import importlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,11 +21,12 @@ from kernels.formats import PLACES_PER_SLAB, Format, block_of, entry
 from kernels.reference import ReferenceBackend
 from tests.interpreted import import_interpreted
 from tests.kernels import cases
-from tests.kernels.cases import Case, Row, filled_arena, make_case, plain_params
+from tests.kernels.cases import Case, Row, by_age, demoted, filled_arena, in_disorder, make_case, plain_params
 from tests.kernels.pairwise import pairwise
 
 pytest.importorskip("triton", reason="Triton is for Linux")
 backend_module = import_interpreted("kernels.triton.backend")
+InterpreterBuilder = importlib.import_module("triton.runtime.interpreter").InterpreterBuilder
 pytestmark = pytest.mark.usefixtures("interpreting")
 
 # Products in float16 round each weight to 11 bits before it meets a value of up to 4.
@@ -43,6 +48,17 @@ FACTORS: dict[str, Sequence[Any]] = {
     "soft_cap": [None, 2.0, 50.0],
     "chip": [("cuda", 90), ("cuda", 80), ("hip", "gfx942")],
 }
+MIXED_FACTORS: dict[str, Sequence[Any]] = {
+    "order": ["by_age", "in_disorder", *Format],
+    "batch": [[(70, 1), (1, 1), (128, 1)], [(130, 33), (9, 2), (40, 0)], [(290, 1)]],
+    "head_size": [64, 80, 128],
+    "block_size": [16, 8, 32],
+    "native_dtype": ["float32", "float16", "bfloat16"],
+    "group": [1, 3, 4],
+    "sliding_window": [None, 1, 50],
+    "soft_cap": [None, 2.0],
+    "chip": [("cuda", 90), ("cuda", 80), ("hip", "gfx942")],
+}
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +66,10 @@ def triton() -> Backend:
     return backend_on(("cuda", 90))
 
 
-def backend_on(chip: tuple[str, int | str]) -> Backend:
+def backend_on(chip: tuple[str, int | str], formats: Collection[Format] = ()) -> Backend:
+    """Return a backend as after it was warmed up for the formats, which would take seconds here."""
     dtypes = {**backend_module.TRITON_DTYPES, "bfloat16": backend_module.TRITON_DTYPES["float32"]}
-    backend: Backend = backend_module.TritonBackend("cpu", backend_module.Chip(*chip), dtypes)
+    backend: Backend = backend_module.TritonBackend("cpu", backend_module.Chip(*chip), dtypes, formats)
     return backend
 
 
@@ -86,6 +103,121 @@ def test_every_pair_of_factors(reference: Backend, factors: dict[str, Any]) -> N
     )  # fmt: skip
     params = AttentionParams(0.2, factors["sliding_window"], factors["soft_cap"])
     assert_matches(backend_on(factors["chip"]), reference, case, params)
+
+
+@pytest.mark.parametrize("factors", pairwise(MIXED_FACTORS), ids=lambda factors: "-".join(map(str, factors.values())))
+def test_every_pair_of_factors_with_other_formats(reference: Backend, factors: dict[str, Any]) -> None:
+    case = make_case(
+        factors["batch"], num_kv_heads=2, group=factors["group"], head_size=factors["head_size"],
+        block_size=factors["block_size"], native_dtype=factors["native_dtype"],
+    )  # fmt: skip
+    params = AttentionParams(0.2, factors["sliding_window"], factors["soft_cap"])
+    assert_mixed_matches(reference, case, factors["order"], params, factors["chip"])
+
+
+def only_format(fmt: Format, _row: int, _block: int) -> Format:
+    return fmt
+
+
+def assert_mixed_matches(
+    reference: Backend, case: Case, order: str | Format, params: AttentionParams, chip: tuple[str, int | str]
+) -> None:
+    """Attend to blocks in an order of formats, or all full ones in one format, with a backend that knows no others."""
+    orders = {"by_age": by_age, "in_disorder": in_disorder}
+    choose = orders[order] if isinstance(order, str) else partial(only_format, order)
+    mixed, arena = demoted(reference, case, choose)
+    wanted = attention(reference, mixed, params, arena=arena)
+    formats = tuple(Format) if isinstance(order, str) else (order,)
+    out = attention(backend_on(chip, formats), mixed, params, arena=arena)
+    torch.testing.assert_close(out, wanted, rtol=0, atol=TOLERANCE[case.layout.native_dtype])
+
+
+@pytest.mark.parametrize(
+    ("rows", "order", "native_dtype", "shape"),
+    [
+        ([(2100, 1)], "by_age", "float32", (64, 16)),
+        ([(400, 50)], "in_disorder", "float16", (64, 16)),
+        ([(200, 1), (130, 20)], "in_disorder", "float32", (256, 64)),  # blocks longer than tiles
+    ],
+)
+def test_long_contexts_and_blocks_of_other_formats(
+    reference: Backend, rows: Sequence[Row], order: str, native_dtype: str, shape: tuple[int, int]
+) -> None:
+    case = make_case(rows, num_kv_heads=1, group=3, head_size=shape[0], block_size=shape[1], native_dtype=native_dtype)
+    assert_mixed_matches(reference, case, order, plain_params(case), ("cuda", 90))
+
+
+def test_small_values_keep_their_bits_in_float16(reference: Backend) -> None:
+    case = make_case([(250, 1)], num_kv_heads=1, group=1, native_dtype="float16")
+    case.value.mul_(1e-3)
+    for fmt in (Format.INT8, Format.FP8, Format.INT4):
+        mixed, arena = demoted(reference, case, partial(only_format, fmt))
+        wanted = attention(reference, mixed, arena=arena)
+        out = attention(backend_on(("cuda", 90), [fmt]), mixed, arena=arena)
+        torch.testing.assert_close(out, wanted, rtol=0, atol=5e-7)
+
+
+def test_row_of_several_formats_alone_in_a_batch_and_in_chunks(reference: Backend) -> None:
+    backend = backend_on(("cuda", 90), list(Format))
+    case = make_case([(70, 1), (300, 1), (130, 130)], num_kv_heads=1, group=3, native_dtype="float32")
+    mixed, arena = demoted(reference, case, in_disorder)
+    together = attention(backend, mixed, arena=arena)
+    assert torch.equal(attention(backend, mixed.only_row(1), arena=arena), together[1:2])
+    prompt = mixed.only_row(2)
+    parts = [attention(backend, prompt, rows=[row], arena=arena) for row in ((67, 67), (130, 63))]
+    assert torch.equal(torch.cat(parts), together[2:])
+
+
+@pytest.mark.parametrize("code", [Format.INT4, 7])
+@pytest.mark.parametrize("query_len", [1, 9])
+def test_blocks_of_formats_that_are_not_served_are_left_out(reference: Backend, query_len: int, code: int) -> None:
+    backend = backend_on(("cuda", 90), [Format.INT8])
+    case = make_case([(48 + query_len, query_len)], native_dtype="float32")
+    mixed, arena = demoted(reference, case, lambda _row, block: Format.INT8 if block == 0 else Format.NATIVE)
+    mixed.block_table[0, 1] += code
+    shorter = replace(mixed, block_table=mixed.block_table[:, [0, 2, 3]].contiguous())
+    outs = []
+    for one, row in ((mixed, mixed.rows[0]), (shorter, (32 + query_len, query_len))):
+        outs.append(torch.empty_like(mixed.queries()))
+        backend.paged_attention(mixed.queries(), arena, one.batch([row]), plain_params(case), case.layout, outs[-1])
+    torch.testing.assert_close(*outs, rtol=0, atol=TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("fmt", Format)
+def test_decode_reads_each_byte_of_its_blocks_once_and_no_other(
+    reference: Backend, fmt: Format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = make_case([(96, 1)], num_kv_heads=2, group=2, native_dtype="float16")
+    mixed, arena = demoted(reference, case, partial(only_format, fmt))
+    counts = np.zeros(arena.numel(), dtype=np.int64)
+    load = InterpreterBuilder.create_masked_load
+
+    def counting(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+        first = pointers.data[mask.data].astype(np.int64) - arena.data_ptr()
+        inside = first[(first >= 0) & (first < len(counts))]
+        size = pointers.get_element_ty().primitive_bitwidth // 8
+        np.add.at(counts, (inside[:, None] + np.arange(size)).ravel(), 1)
+        return load(self, pointers, mask, *rest)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", counting)
+    attention(backend_on(("cuda", 90), list(Format)), mixed, arena=arena)
+    wanted = np.zeros_like(counts)
+    for one in mixed.block_table[0, :6].tolist():
+        wanted[case.layout.byte_offset(one) :][: case.layout.block_bytes(fmt)] = 1
+    assert (counts == wanted).all()
+
+
+def test_warm_up_tells_the_formats(triton: Backend, reference: Backend) -> None:
+    case = make_case([(70, 1)], num_kv_heads=1, group=1, native_dtype="float32")
+    mixed, arena = demoted(reference, case, by_age)
+    backend, params = backend_on(("cuda", 90)), plain_params(case)
+    wanted = attention(reference, mixed, params, arena=arena)
+    backend.warm_up(case.layout, 1, params)
+    before = attention(backend, mixed, params, arena=arena)
+    backend.warm_up(case.layout, 1, params, list(Format))
+    backend.warm_up(case.layout, 1, params)
+    torch.testing.assert_close(attention(backend, mixed, params, arena=arena), wanted, rtol=0, atol=2e-5)
+    assert not torch.equal(before, wanted)
 
 
 @pytest.mark.parametrize(

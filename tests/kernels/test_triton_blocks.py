@@ -1,13 +1,16 @@
 """Triton's writing, copying and clearing of blocks, in the interpreter: its blocks lie as the reference's do."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
 from kernels.dispatch import AttentionParams, Backend, backend_for
 from kernels.errors import UnsupportedShapeError
-from kernels.formats import KVLayout
+from kernels.formats import Format, KVLayout, entry
 from tests.interpreted import import_interpreted
 from tests.kernels.cases import attention, blocks_of, entries, filled_arena, make_case, noise_arena
+from tests.kernels.test_requantize import CHAINS, LAYOUTS, NARROW, arena_of, odd_rows, only
 
 pytest.importorskip("triton", reason="Triton is for Linux")
 backend_module = import_interpreted("kernels.triton.backend")
@@ -94,12 +97,88 @@ def test_zero_clears_every_layer_and_nothing_else(triton: Backend) -> None:
     assert torch.equal(blocks_of(arena, LAYOUT), wanted)
 
 
-@pytest.mark.parametrize("bad", [8 + 1, 8 * 4, 8 * 3 * 256, -8, -(1 << 31)])
+@pytest.mark.parametrize("fmt", Format)
+def test_copying_and_clearing_blocks_of_every_format(triton: Backend, fmt: Format) -> None:
+    layout = KVLayout(2, 256, 16, "bfloat16", slab_blocks=4)  # blocks of several chunks
+    arena, size = noise_arena(layout), layout.block_bytes(fmt)
+    wanted = arena.clone()
+    wanted[:, 2, size : 2 * size] = wanted[:, 0, 2 * size : 3 * size]
+    source, target = only(2, fmt), only(512 + 1, fmt)
+    triton.copy_blocks(arena, source, target, layout)
+    assert torch.equal(arena, wanted)
+    wanted[:, 2, size : 2 * size] = 0
+    triton.zero_blocks(arena, target, layout)
+    assert torch.equal(arena, wanted)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("formats", [*((fmt,) for fmt in NARROW), *CHAINS], ids=str)
+def test_narrower_blocks_are_the_reference_s(
+    triton: Backend, reference: Backend, layout: KVLayout, formats: Sequence[Format]
+) -> None:
+    x, arenas = odd_rows(layout), []
+    for backend in (triton, reference):
+        arenas.append(arena_of(reference, x, x.flip(0), layout))
+        source = only(0, Format.NATIVE)
+        for slab_idx, fmt in enumerate(formats, start=1):
+            target = only(slab_idx * 256 + 1, fmt)
+            backend.requantize_blocks(arenas[-1], source, target, layout)
+            source = target
+    assert torch.equal(*arenas)
+
+
+def test_narrowing_several_blocks_of_all_layers(triton: Backend, reference: Backend) -> None:
+    layout = LAYOUTS[0]
+    arena = noise_arena(layout, num_slabs=4)
+    # Slab 3 becomes fp8; what random bytes say there is finite, for codes of float8 that are NaN come up in no block.
+    first = torch.tensor([entry(block_id, Format.NATIVE) for block_id in (0, 2, 1)], dtype=torch.int32)
+    second = torch.tensor(
+        [entry(256 + 3, Format.INT8), entry(512, Format.INT4), entry(768 + 1, Format.FP8)], dtype=torch.int32
+    )
+    third = torch.tensor([entry(256 + 1, Format.K8V4)], dtype=torch.int32)
+    wanted = arena.clone()
+    for backend, written in ((triton, arena), (reference, wanted)):
+        backend.requantize_blocks(written, first, second, layout)
+        backend.requantize_blocks(written, second[2:], third, layout)
+    assert torch.equal(arena, wanted)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (entry(1, Format.NATIVE), entry(2, Format.NATIVE)),
+        (entry(256, Format.INT8), entry(257, Format.INT8)),
+        (entry(256, Format.INT4), entry(257, Format.INT8)),
+        (entry(1, Format.NATIVE), entry(256 + LAYOUT.blocks_per_slab(Format.INT8), Format.INT8)),
+        (entry(1, Format.NATIVE), entry(3 * 256, Format.INT8)),
+        (entry(1, Format.NATIVE), entry(256, Format.INT8) - (1 << 31)),
+        (entry(1, Format.NATIVE), 256 * 8 + 5),
+        (entry(LAYOUT.slab_blocks, Format.NATIVE), entry(256, Format.INT8)),
+        (-8, entry(256, Format.INT8)),
+    ],
+)
+def test_what_cannot_be_narrowed_is_skipped(triton: Backend, source: int, target: int) -> None:
+    arena = noise_arena(LAYOUT)
+    before = arena.clone()
+    pair = torch.tensor([[source], [target]], dtype=torch.int32)
+    triton.requantize_blocks(arena, pair[0], pair[1], LAYOUT)
+    assert torch.equal(arena, before)
+
+
+def test_copy_to_another_format_is_skipped(triton: Backend) -> None:
+    arena = noise_arena(LAYOUT)
+    before = arena.clone()
+    triton.copy_blocks(arena, entries(1), only(256, Format.INT8), LAYOUT)
+    assert torch.equal(arena, before)
+
+
+@pytest.mark.parametrize("bad", [8 * 4, 8 * 3 * 256, 8 * 256 + 5, 8 * LAYOUT.blocks_per_slab(Format.INT4) + 4, -8])
 def test_bad_entries_are_skipped(triton: Backend, bad: int) -> None:
     arena = noise_arena(LAYOUT)
     before, bad_entry = blocks_of(arena, LAYOUT).clone(), torch.tensor([bad], dtype=torch.int32)
-    triton.copy_blocks(arena, entries(1), bad_entry, LAYOUT)
-    triton.copy_blocks(arena, bad_entry, entries(1), LAYOUT)
+    good_entry = entries(1) | (bad_entry & 7)
+    triton.copy_blocks(arena, good_entry, bad_entry, LAYOUT)
+    triton.copy_blocks(arena, bad_entry, good_entry, LAYOUT)
     triton.zero_blocks(arena, bad_entry, LAYOUT)
     assert torch.equal(blocks_of(arena, LAYOUT), before)
 
@@ -108,19 +187,23 @@ def test_no_entries(triton: Backend) -> None:
     arena = noise_arena(LAYOUT)
     before = arena.clone()
     triton.copy_blocks(arena, entries(), entries(), LAYOUT)
+    triton.requantize_blocks(arena, entries(), entries(), LAYOUT)
     triton.zero_blocks(arena, entries(), LAYOUT)
     assert torch.equal(arena, before)
 
 
 def test_warm_up_launches_every_kernel(triton: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("write", "copy", "zero", "prefill", "decode", "merge")
-    launched = []
+    names = ("write", "copy", "zero", "requantize", "prefill", "decode", "merge")
+    launched: list[str] = []
     for name in names:
         kernel = getattr(backend_module, f"{name}_kernel")
         hooks = [*kernel.pre_run_hooks, lambda *args, name=name, **kwargs: launched.append(name)]
         monkeypatch.setattr(kernel, "pre_run_hooks", hooks)
-    triton.warm_up(KVLayout(2, 64, 16, "float32"), 6, AttentionParams(0.125))
-    assert set(launched) == set(names)
+    layout = KVLayout(2, 64, 16, "float32")
+    triton.warm_up(layout, 6, AttentionParams(0.125))
+    assert set(launched) == {*names} - {"requantize"}
+    triton.warm_up(layout, 6, AttentionParams(0.125), [Format.NATIVE, Format.INT4])
+    assert set(launched) == {*names}
 
 
 def test_attention_without_tokens_or_rows(triton: Backend) -> None:

@@ -35,6 +35,8 @@ def of_target(usages: list[dict[str, Any]], target: Any, *kernels: str) -> list[
     return [usage for usage in usages if usage["target"] == target.name and (not kernels or usage["kernel"] in kernels)]
 
 
+ATTENTION = ("prefill", "decode", *report.FORMATS)
+
 each_target = pytest.mark.parametrize("target", report.TARGETS, ids=lambda target: target.name)
 
 pytestmark = pytest.mark.timeout(900)  # all compile in the first test
@@ -55,15 +57,23 @@ def test_shared_memory_fits_the_chip(usages: list[dict[str, Any]], target: Any) 
 
 @each_target
 def test_attention_is_computed_on_tensor_cores(usages: list[dict[str, Any]], target: Any) -> None:
-    for usage in of_target(usages, target, "prefill", "decode"):
+    for usage in of_target(usages, target, *ATTENTION):
         assert usage["matrix_instructions"] > 0, usage
 
 
 # gfx942 has no asynchronous copies of 16 bytes: there a tile waits in registers.
 @pytest.mark.parametrize("target", [target for target in report.TARGETS if target.chip.backend == "cuda"])
 def test_keys_and_values_are_copied_while_others_are_multiplied(usages: list[dict[str, Any]], target: Any) -> None:
-    for usage in of_target(usages, target, "prefill", "decode"):
+    for usage in of_target(usages, target, *ATTENTION):
         assert usage["async_copies"] >= 16, usage
+
+
+@pytest.mark.parametrize("target", [target for target in report.TARGETS if target.chip.backend == "cuda"])
+def test_codes_are_copied_as_early_as_native_keys_and_values(usages: list[dict[str, Any]], target: Any) -> None:
+    copies = {(usage["kernel"], usage["model"]): usage["async_copies"] for usage in of_target(usages, target)}
+    for kernel, model in copies:
+        if kernel in report.FORMATS:  # the native loop's copies, and then those of each other format's loop
+            assert copies[kernel, model] > copies[kernel.split()[0], model], kernel
 
 
 def test_document_has_a_line_for_each_compiled_kernel() -> None:
