@@ -27,19 +27,32 @@ from bench.gpu_kernels import (
     check_attention,
     check_block_operations,
     check_elementwise,
+    check_formats,
     check_sampler,
     time_attention,
     time_copies,
     time_elementwise,
+    time_formats,
     time_writes,
 )
 from bench.report import say, table
 from kernels.dispatch import Backend
+from kernels.formats import Format
 from worker_svc.engine import StepLimits
 from worker_svc.models.config import ModelConfig
 
 BUDGET_S = 330.0
 _MIN_KV_BYTES = 1 << 30  # of all layers that a measurement goes through: many times any cache
+
+# Kernels for more formats at once take long to compile.
+_CHECKED_FORMATS = ((Format.INT8, Format.INT4), (Format.FP8, Format.K8V4))
+_TIMED_FORMATS = (
+    (Format.INT8,),
+    (Format.INT4,),
+    (Format.INT4, Format.INT8, Format.NATIVE),
+    (Format.FP8,),
+    (Format.K8V4,),
+)
 
 _LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -78,6 +91,7 @@ class Sizes:
     copied_blocks: int
     decodes: Sequence[tuple[int, int]]  # rows, context
     prefills: Sequence[tuple[int, Row]]  # rows, (context, query)
+    formats_decode: tuple[int, int]  # rows, context
     sampler: tuple[int, int]  # vocabulary, rows
     model: ModelConfig
     limits: StepLimits
@@ -103,6 +117,7 @@ REAL = Sizes(
     copied_blocks=1024,
     decodes=((1, 8192), (8, 4096), (64, 2048), (256, 1024), (1, 65536)),
     prefills=((1, (8192, 8192)), (8, (1024, 1024)), (1, (8192, 512)), (4, (16384, 512))),
+    formats_decode=(64, 4096),
     sampler=(128256, 96),
     model=ModelConfig.from_hf(_LLAMA_8B),
     limits=StepLimits(max_num_seqs=256, max_num_batched_tokens=8192, max_model_len=8192, block_size=16),
@@ -121,6 +136,7 @@ TINY = Sizes(
     copied_blocks=4,
     decodes=((1, 40), (3, 20)),
     prefills=((1, (32, 32)), (2, (40, 8))),
+    formats_decode=(2, 64),
     sampler=(97, 30),
     model=ModelConfig.from_hf(_TINY),
     limits=StepLimits(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=64, block_size=16),
@@ -175,7 +191,11 @@ class Run:
             words = f"norm, rotation and gate, {_name(dtype)}"
             self._check(words, check_elementwise(sizes.model, 33, dtype, self._bench))
         self._check("sampler", check_sampler(*sizes.sampler, self._bench))
-        self.summary.append(table([TIME_HEADER, *self._kernel_times()]))
+        for formats in _CHECKED_FORMATS:
+            if self._budget.allows(f"check of {_names(formats)}", 30):
+                wrong = check_formats(sizes.heads, formats, sizes.checked_rows, self._bench)
+                self._check(f"{sizes.heads}, {_names(formats)}", wrong)
+        self.summary.append(table([TIME_HEADER, *self._kernel_times(), *self._format_times()]))
         if self._budget.allows("the engine", 60):
             self._release()
             self.summary.append(table([ENGINE_HEADER, *self._engine_times()]))
@@ -214,6 +234,17 @@ class Run:
                 say("  ".join(times[-1].cells()))
         return iter([measured.cells() for measured in times])
 
+    def _format_times(self) -> Iterator[tuple[str, ...]]:
+        for formats in _TIMED_FORMATS:
+            if self._budget.allows(f"blocks of {_names(formats)}", 15):
+                num_rows, context_len = self._sizes.formats_decode
+                times = time_formats(
+                    self._sizes.heads, formats, num_rows, context_len, self._bench, self._ceilings
+                )  # fmt: skip
+                for measured in times:
+                    say("  ".join(measured.cells()))
+                    yield measured.cells()
+
     def _engine_times(self) -> Iterator[tuple[str, ...]]:
         sizes, ceilings = self._sizes, self._ceilings
         say("making the model and its engine")
@@ -247,6 +278,10 @@ class Run:
     def _release(self) -> None:
         if self._bench.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _names(formats: Sequence[Format]) -> str:
+    return " and ".join(fmt.name.lower() for fmt in formats)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,7 +1,7 @@
 """Where `bench.gpu` measures: a GPU, or the CPU with Triton's interpreter to try the script itself at tiny sizes."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.dispatch import Backend, backend_for
+from kernels.formats import Format
 from worker_svc.engine import GpuParts, StepLimits
 from worker_svc.gpu_memory import MemoryReading
 from worker_svc.graphs import CudaGraphRecorder, Recorder, RerunRecorder
@@ -35,6 +36,12 @@ class Bench:
     def backend(self) -> Backend:
         """Return the kernels."""
         return backend_for(self.device)
+
+    def backend_of(self, formats: Sequence[Format]) -> Backend:
+        """Return other kernels of the same kind, which serve blocks of the formats besides native ones."""
+        from kernels.triton.backend import TritonBackend
+
+        return TritonBackend(self.device, formats=formats)
 
     def elementwise(self) -> Elementwise:
         """Return the operations between matrix products."""
@@ -90,10 +97,15 @@ class DryBench(Bench):
 
     def backend(self) -> Backend:
         """Return the same kernels, interpreted; products are in float32, for the interpreter's bfloat16 is wrong."""
+        return self.backend_of(())
+
+    def backend_of(self, formats: Sequence[Format]) -> Backend:
+        """As `backend`."""
         from kernels.triton.backend import TRITON_DTYPES, TritonBackend
         from kernels.triton.tuning import Chip
 
-        return TritonBackend("cpu", Chip("cuda", 90), dict.fromkeys(TRITON_DTYPES, TRITON_DTYPES["float32"]))
+        dtypes = dict.fromkeys(TRITON_DTYPES, TRITON_DTYPES["float32"])
+        return TritonBackend("cpu", Chip("cuda", 90), dtypes, formats)
 
     def elementwise(self) -> Elementwise:
         """Return the GPU's, interpreted."""

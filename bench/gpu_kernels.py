@@ -17,7 +17,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from bench.gpu_device import Bench, Ceilings
 from kernels.dispatch import AttentionBatch, AttentionParams, Backend
-from kernels.formats import PLACES_PER_SLAB, Format, KVLayout, entry
+from kernels.formats import ENTRY_FORMAT_BITS, PLACES_PER_SLAB, Format, KVLayout, entry
 from kernels.reference import ReferenceBackend
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.elementwise import Elementwise, TorchElementwise
@@ -196,6 +196,49 @@ def check_block_operations(backend: Backend, heads: Heads, dtype: torch.dtype, b
     return "" if torch.equal(arena, wanted) else "copied or zeroed blocks hold other bytes"
 
 
+def check_formats(heads: Heads, formats: Sequence[Format], rows: Sequence[Row], bench: Bench) -> str:
+    """Narrow blocks to the formats in turn and attend to them with both backends; return "" or what is wrong."""
+    case = Case(heads, torch.bfloat16, rows, bench.device)
+    entries, table, num_slabs = _narrowed(case, lambda block: (Format.NATIVE, *formats)[block % (len(formats) + 1)])
+    batch = replace(case.batch, block_table=table)
+    key, value = (case.noise(len(case.slots), heads.num_kv_heads) for _ in range(2))
+    query = case.noise(case.num_queries, heads.num_heads)
+    arenas, outs = [], []
+    for one in (bench.backend_of(formats), ReferenceBackend()):
+        arenas.append(torch.zeros(1, num_slabs, case.layout.slab_bytes, dtype=torch.uint8, device=bench.device))
+        one.write_kv(arenas[-1][0], key, value, case.slots, case.layout)
+        one.requantize_blocks(arenas[-1], *entries, case.layout)
+        outs.append(torch.empty_like(query))
+        one.paged_attention(query, arenas[-1][0], batch, heads.params, case.layout, outs[-1])
+    if not torch.equal(*arenas):
+        return f"{int((arenas[0] != arenas[1]).sum())} bytes of narrowed blocks differ"
+    error = float((outs[0].float() - outs[1].float()).norm() / outs[1].float().norm())
+    return "" if error <= _TOLERANCE[torch.bfloat16] else f"attention is off by {error:.2g} of its norm"
+
+
+def _narrowed(case: Case, choose: Callable[[int], Format]) -> tuple[tuple[Tensor, Tensor], Tensor, int]:
+    """Give a row's full blocks the formats chosen by their position, in slabs behind the native ones.
+
+    Returns the entries of blocks to narrow and where to, the table after it, and the slabs that it takes.
+    """
+    layout, before = case.layout, case.batch.block_table.cpu()
+    after, num_slabs = before.clone(), case.num_slabs
+    where: dict[Format, list[tuple[int, int]]] = {}
+    for row, (context_len, _) in enumerate(case.rows):
+        for block in range(context_len // layout.block_size):
+            where.setdefault(choose(block), []).append((row, block))
+    for fmt, blocks in sorted(where.items()):
+        if fmt is not Format.NATIVE:
+            capacity = layout.blocks_per_slab(fmt)
+            for idx, (row, block) in enumerate(blocks):
+                slab_idx, place = divmod(idx, capacity)
+                after[row, block] = entry((num_slabs + slab_idx) * PLACES_PER_SLAB + place, fmt)
+            num_slabs += -(-len(blocks) // capacity)
+    changed = before != after
+    entries = before[changed].to(case.device), after[changed].to(case.device)
+    return entries, after.to(case.device), num_slabs
+
+
 class Activations:
     """A step's tensors between matrix products."""
 
@@ -339,6 +382,48 @@ def time_copies(backend: Backend, heads: Heads, num_blocks: int, bench: Bench, c
             1e3 * passes * block_bytes / ceilings.bytes_per_s,
         )
         for name, action, passes in actions
+    ]
+
+
+def time_formats(
+    heads: Heads, formats: Sequence[Format], num_rows: int, context_len: int, bench: Bench, ceilings: Ceilings
+) -> list[KernelTime]:
+    """Time narrowing to the formats, and decodes over blocks of them, in runs as long as each other."""
+    case = Case(heads, torch.bfloat16, [(context_len, 1)] * num_rows, bench.device, num_layers=2)
+    layout, num_blocks = case.layout, context_len // heads.block_size
+    run_blocks = -(-num_blocks // len(formats))
+    (sources, targets), table, num_slabs = _narrowed(case, lambda block: formats[block // run_blocks])
+    batch = replace(case.batch, block_table=table)
+    shape = case.num_layers, num_slabs, layout.slab_bytes // 2
+    arena = torch.randn(shape, device=bench.device, dtype=torch.bfloat16).view(torch.uint8)
+    backend, name = bench.backend_of(formats), " and ".join(fmt.name.lower() for fmt in formats)
+    query = case.noise(num_rows, heads.num_heads)
+    out = torch.empty_like(query)
+
+    def narrow() -> Tensor:
+        backend.requantize_blocks(arena, sources, targets, layout)
+        return out
+
+    def attend() -> Tensor:
+        for layer in arena.unbind(0):
+            backend.paged_attention(query, layer, batch, heads.params, layout, out)
+        return out
+
+    counts = torch.bincount(table[:, :num_blocks].cpu().flatten() & (1 << ENTRY_FORMAT_BITS) - 1).tolist()
+    read_bytes = sum(count * layout.block_bytes(Format(code)) for code, count in enumerate(counts))
+    native_bytes = layout.block_bytes(Format.NATIVE)
+    narrowed_bytes = read_bytes + (len(sources) - counts[0]) * native_bytes  # written, and read before
+    actions = [
+        (f"requantize_blocks, {len(sources)} to {name}", narrow, narrowed_bytes),
+        (f"decode, {num_rows} x {context_len}, {name}", attend, read_bytes),
+    ]
+    return [
+        KernelTime(
+            what,
+            bench.recorded_milliseconds(action, 10) / case.num_layers,
+            1e3 * num_bytes / ceilings.bytes_per_s,
+        )
+        for what, action, num_bytes in actions
     ]
 
 

@@ -44,8 +44,8 @@ class TritonBackend:
     multiple of 16 bytes, and their strides are multiples of 16 elements. What stands in tensors on the device is not
     checked, for that would mean to wait for it. A slot outside the arena is skipped by write_kv. An entry outside it,
     or of no format, is skipped by copy_blocks, zero_blocks and requantize_blocks, and so is a pair of other formats
-    than these take. Attention moves an entry that lies outside the arena into it, and cuts a context to what its block table
-    holds. Whoever makes the batch checks it before.
+    than these take. Attention moves an entry that lies outside the arena into it, and cuts a context to what its block
+    table holds. Whoever makes the batch checks it before.
 
     Attention serves the formats that `warm_up` was told of for the layout, in any order. As long as these are native
     alone, it takes every entry for a native one; from then on it leaves out the tokens of blocks of other formats.
