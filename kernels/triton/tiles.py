@@ -26,7 +26,6 @@ import triton.language as tl
 from kernels.triton.codes import number_of
 from kernels.triton.loads import blocks_of, load_by_channel, load_by_token, load_codes, load_native
 from kernels.triton.places import (
-    AS_COMPUTED,
     CODECS,
     CODES,
     FLOAT8,
@@ -35,7 +34,6 @@ from kernels.triton.places import (
     MINIMUMS,
     NATIVE,
     SCALES,
-    UINT4,
     UINT4_BY_CHANNEL,
     VALUE,
 )
@@ -113,8 +111,6 @@ def attend_format(
     FACTOR: tl.constexpr = (SCALE if SOFT_CAP is None else SOFT_CAP) * _LOG2_E
     VALUE_CODEC: tl.constexpr = CODECS[FORMAT][VALUE]
     LIFT: tl.constexpr = _LIFTS[VALUE_CODEC] if tl.float16 == DOT_DTYPE else 1.0
-    # A tile of 8 bits on its way is as many bytes as two of 4 bits, and takes as many registers as two.
-    LOOP_STAGES: tl.constexpr = 3 if VALUE_CODEC != AS_COMPUTED and VALUE_CODEC < UINT4 and STAGES > 3 else STAGES
     first = 0
     if AMONG_OTHERS:
         # The loop begins at 0, for where it began at what was found in memory, the compiler would lose sight of how
@@ -126,7 +122,7 @@ def attend_format(
         query_sum = tl.sum(query.to(tl.float32), 1)
         values *= LIFT
         shift = tl.zeros_like(total)  # what the values' minimums add to every channel
-    for at in tl.range(begin, end, TILE, num_stages=LOOP_STAGES):
+    for at in tl.range(begin, end, TILE, num_stages=STAGES):
         tile = first + at
         token = tile + tl.arange(0, TILE)
         block, held = blocks_of(

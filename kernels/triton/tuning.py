@@ -3,7 +3,7 @@
 Chosen from what the compiler reports (`kernels.triton.report`): the widest tiles that spill no register, with two tiles
 of keys and values on their way to shared memory while one is multiplied. Chips of one generation with less shared
 memory (those in desktops) get a shorter pipeline. Codes become numbers in registers, so kernels that read other formats
-than native get smaller tiles where products take their operands from registers as well.
+than native get smaller tiles, but for products that take their operands from shared memory.
 """
 
 from collections.abc import Collection, Mapping
@@ -88,8 +88,10 @@ def tune_decode(layout: KVLayout, group: int, chip: Chip, formats: Collection[Fo
     """Return the tuning of the decode kernel; tensor cores multiply 16 rows at least."""
     rows = max(16, _next_power_of_2(group))
     keys = max(16, min(_DECODE_TILE_BYTES // (head_pad(layout) * layout.element_bytes), 128))
+    if _has_codes(formats):
+        keys = min(keys, 32)
     if chip.backend == "hip":
-        return Tuning(rows, min(keys, 32 if _has_codes(formats) else 64), num_warps=4, num_stages=2)
+        return Tuning(rows, min(keys, 64), num_warps=4, num_stages=2)
     return Tuning(rows, keys, num_warps=4, num_stages=5)
 
 
