@@ -136,7 +136,7 @@ TINY = Sizes(
     copied_blocks=4,
     decodes=((1, 40), (3, 20)),
     prefills=((1, (32, 32)), (2, (40, 8))),
-    formats_decode=(2, 64),
+    formats_decode=(1, 48),
     sampler=(97, 30),
     model=ModelConfig.from_hf(_TINY),
     limits=StepLimits(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=64, block_size=16),
