@@ -19,7 +19,7 @@ from protos import common_pb2
 from protos import worker_pb2 as pb
 from worker_svc.arena_plan import plan_arena
 from worker_svc.compute import ModelCompute
-from worker_svc.engine import GpuBuilder, MemoryWish, StepLimits
+from worker_svc.engine import GpuBuilder, KVWish, StepLimits
 from worker_svc.entries import EntryBounds
 from worker_svc.mirror import Mirror, MirrorLimits
 from worker_svc.models.config import ModelConfig
@@ -93,8 +93,9 @@ class Engine:
         self._buckets = buckets
         self._decoder = Decoder.load(config, RandomWeights(config, bench.device), torch.bfloat16, bench.device)
         self._sampler = TorchSampler(config.vocab_size, bench.device)
-        self._builder = GpuBuilder(self._decoder, bench.backend(), limits, bench.parts(limits))
-        budget_bytes = self._builder.arena_bytes(self._sampler, MemoryWish(None, 0.9), buckets)
+        wish = KVWish(None, 0.9, (Format.NATIVE,))
+        self._builder = GpuBuilder(self._decoder, bench.backend(), limits, wish, bench.parts(limits))
+        budget_bytes = self._builder.arena_bytes(self._sampler, buckets)
         self.plan = plan_arena(budget_bytes, config.num_layers, lambda blocks: self._decoder.layout(16, blocks))
         self._compute: ModelCompute = self._builder.build(self.plan, ())
 

@@ -24,6 +24,7 @@ from protos.settings import SettingsMistakeError, read_settings
 from protos.watched_files import FileMistakeError
 from quire.settings import ServeSettings, child_environ
 from quire.supervisor import Service, ServiceDiedError, Supervisor
+from scheduler_svc.core.precision import name_of
 from scheduler_svc.settings import SchedulerSettings
 from worker_svc.settings import WorkerSettings
 
@@ -203,7 +204,11 @@ class Cell:
         num_threads = settings.num_threads
         if num_threads is None and num_workers > 1:
             num_threads = max(1, len(os.sched_getaffinity(0)) // num_workers)
-        environ = child_environ(settings, WorkerSettings, host=LOOPBACK, num_threads=num_threads, **inside)
+        kv_formats = settings.kv_formats
+        if kv_formats == "all":  # that is all of the policy
+            kv_formats = ",".join(name_of(fmt) for fmt in settings.precision().formats)
+        own = {"num_threads": num_threads, "kv_formats": kv_formats}
+        environ = child_environ(settings, WorkerSettings, host=LOOPBACK, **own, **inside)
         workers = []
         for name in self._worker_names:
             workers.append(await self._start_service(name, "worker_svc", environ, keepers))

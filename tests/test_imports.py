@@ -32,6 +32,7 @@ ALLOWED = {
         "protos.watched_files",
         "gateway.settings",
         "scheduler_svc.settings",
+        "scheduler_svc.core.precision",
         "worker_svc.settings",
     },
 }

@@ -91,7 +91,7 @@ def make_offer(worker: LoadedWorker) -> RegisterRequest:
         num_slabs=worker.plan.num_slabs,
         slab_bytes=worker.plan.layout.slab_bytes,
         native_blocks_per_slab=worker.plan.layout.slab_blocks,
-        blocks_per_slab=[worker.plan.places_per_slab[fmt] for fmt in Format],
+        blocks_per_slab=[worker.places_per_slab.get(fmt, 0) for fmt in Format],
         recipe_versions=[RECIPES[fmt].version for fmt in Format],
         max_num_seqs=worker.max_num_seqs,
         max_num_batched_tokens=worker.max_num_batched_tokens,

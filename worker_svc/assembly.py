@@ -10,17 +10,19 @@ import torch
 
 from kernels.dispatch import Backend, backend_for
 from kernels.errors import UnsupportedDeviceError
+from kernels.formats import Format
 from protos.common_pb2 import ModelInfo
 from worker_svc.arena_plan import ArenaPlan
 from worker_svc.compute import ModelCompute
 from worker_svc.device import CPU, Gpu, choose_device, choose_dtype, find_gpus, use_device
 from worker_svc.engine import (
-    MemoryWish,
+    KVWish,
     StepLimits,
     gpu_buckets,
     make_cpu_compute,
     make_gpu_compute,
     make_sampler,
+    parse_formats,
 )
 from worker_svc.entries import EntryBounds
 from worker_svc.errors import StartupError
@@ -51,6 +53,7 @@ class LoadedWorker:
 
     runner: StepRunner
     plan: ArenaPlan
+    places_per_slab: dict[Format, int]  # blocks of each format that it takes
     model: ModelInfo
     max_num_seqs: int  # rows a step
     max_num_batched_tokens: int  # a step
@@ -77,17 +80,19 @@ def load_worker(settings: WorkerSettings) -> LoadedWorker:
     sampler = make_sampler(config.vocab_size, device)
     logger.info("loading kernels; the first time they are compiled")
     sampler.warm_up()
-    compute = _make_compute(settings, decoder, backend, sampler, limits)
+    wish = KVWish(settings.kv_cache_memory, settings.gpu_memory_utilization, parse_formats(settings.kv_formats))
+    compute = _make_compute(settings, decoder, backend, sampler, limits, wish)
     compute.forward(prefill_batch(1, 1, 1, 1, compute.plan.layout))
     plan = compute.plan
     logger.info("weights take %d bytes, KV %d: %d tokens", decoder.weight_bytes, plan.num_bytes, plan.num_tokens)
 
+    places_per_slab = {fmt: plan.places_per_slab[fmt] for fmt in wish.formats}
     mirror_limits = MirrorLimits(
         max_num_seqs=limits.max_num_seqs,
         max_model_len=limits.max_model_len,
         block_size=limits.block_size,
         vocab_size=config.vocab_size,
-        entries=EntryBounds(plan.num_slabs, plan.places_per_slab),
+        entries=EntryBounds(plan.num_slabs, places_per_slab),
         eos_token_ids=config.eos_token_ids,
     )
     model = ModelInfo(
@@ -101,7 +106,9 @@ def load_worker(settings: WorkerSettings) -> LoadedWorker:
         kv_cache_dtype=plan.layout.native_dtype,
     )
     runner = StepRunner(Mirror(mirror_limits), compute, sampler)
-    return LoadedWorker(runner, plan, model, limits.max_num_seqs, limits.max_num_batched_tokens, device)
+    return LoadedWorker(
+        runner, plan, places_per_slab, model, limits.max_num_seqs, limits.max_num_batched_tokens, device
+    )
 
 
 def _device_and_backend(wish: str, gpus: Sequence[Gpu]) -> tuple[torch.device, Backend]:
@@ -119,9 +126,13 @@ def _device_and_backend(wish: str, gpus: Sequence[Gpu]) -> tuple[torch.device, B
 
 
 def _make_compute(
-    settings: WorkerSettings, decoder: Decoder, backend: Backend, sampler: TokenSampler, limits: StepLimits
+    settings: WorkerSettings,
+    decoder: Decoder,
+    backend: Backend,
+    sampler: TokenSampler,
+    limits: StepLimits,
+    wish: KVWish,
 ) -> ModelCompute:
-    wish = MemoryWish(settings.kv_cache_memory, settings.gpu_memory_utilization)
     if decoder.device.type == "cpu":
         return make_cpu_compute(decoder, backend, limits, wish)
     buckets = gpu_buckets(limits, settings.enforce_eager)

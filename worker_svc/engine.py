@@ -59,11 +59,23 @@ class StepLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryWish:
-    """What the person who starts a worker says of its memory."""
+class KVWish:
+    """What the person who starts a worker says of its KV."""
 
     kv_cache_memory: int | None  # bytes of the arena; None: what there is
     gpu_memory_utilization: float  # share of a GPU, 0 to 1
+    formats: tuple[Format, ...] = tuple(Format)  # that blocks may have
+
+
+def parse_formats(names: str) -> tuple[Format, ...]:
+    """Return the formats of a list of names, native always among them. Raises StartupError."""
+    if names == "all":
+        return tuple(Format)
+    wanted = {name.strip().upper() for name in names.split(",")} | {Format.NATIVE.name}
+    if unknown := sorted(wanted - set(Format.__members__)):
+        known = ", ".join(fmt.name.lower() for fmt in Format)
+        raise StartupError(f"--kv-formats: {unknown[0].lower()!r} is none of all, {known}")
+    return tuple(fmt for fmt in Format if fmt.name in wanted)
 
 
 def make_sampler(vocab_size: int, device: torch.device) -> TokenSampler:
@@ -71,16 +83,11 @@ def make_sampler(vocab_size: int, device: torch.device) -> TokenSampler:
     return Sampler(vocab_size) if device.type == "cpu" else TorchSampler(vocab_size, device)
 
 
-def warm_up(backend: Backend, decoder: Decoder, layout: KVLayout) -> None:
-    """Compile, or load, the kernels for blocks of every format."""
-    backend.warm_up(layout, decoder.config.num_heads, decoder.attention_params, tuple(Format))
-
-
-def make_cpu_compute(decoder: Decoder, backend: Backend, limits: StepLimits, wish: MemoryWish) -> ModelCompute:
+def make_cpu_compute(decoder: Decoder, backend: Backend, limits: StepLimits, wish: KVWish) -> ModelCompute:
     """Return a compute in main memory, its kernels compiled. Raises OutOfMemoryAtStartError."""
     reserve_bytes = activation_bytes(decoder.config, limits.max_tokens, limits.max_rows)
     plan = _plan(cpu_budget(wish.kv_cache_memory, reserve_bytes), decoder, limits)
-    warm_up(backend, decoder, plan.layout)
+    backend.warm_up(plan.layout, decoder.config.num_heads, decoder.attention_params, wish.formats)
     return ModelCompute(decoder, backend, plan, plan.allocate(decoder.device))
 
 
@@ -89,15 +96,15 @@ def make_gpu_compute(
     backend: Backend,
     sampler: TokenSampler,
     limits: StepLimits,
-    wish: MemoryWish,
+    wish: KVWish,
     buckets: tuple[int, ...],
 ) -> ModelCompute:
     """Return a compute on the decoder's GPU, its kernels compiled, with graphs of decode steps of these many rows.
 
     Raises OutOfMemoryAtStartError, or StartupError when not even the largest step fits.
     """
-    builder = GpuBuilder(decoder, backend, limits, GpuParts.of(decoder.device, limits))
-    budget_bytes = builder.arena_bytes(sampler, wish, buckets)
+    builder = GpuBuilder(decoder, backend, limits, wish, GpuParts.of(decoder.device, limits))
+    budget_bytes = builder.arena_bytes(sampler, buckets)
     return builder.build(_plan(budget_bytes, decoder, limits), buckets)
 
 
@@ -125,25 +132,26 @@ class GpuParts:
 class GpuBuilder:
     """Sizes a GPU's arena, then makes the compute on it. All that it makes shares one way for a step's inputs."""
 
-    def __init__(self, decoder: Decoder, backend: Backend, limits: StepLimits, parts: GpuParts) -> None:
+    def __init__(self, decoder: Decoder, backend: Backend, limits: StepLimits, wish: KVWish, parts: GpuParts) -> None:
         self._decoder = decoder
         self._backend = backend
         self._limits = limits
+        self._wish = wish
         self._parts = parts
 
-    def arena_bytes(self, sampler: TokenSampler, wish: MemoryWish, buckets: tuple[int, ...]) -> int:
+    def arena_bytes(self, sampler: TokenSampler, buckets: tuple[int, ...]) -> int:
         """Run the largest steps and record a few graphs on a small arena; return the bytes that the real one may take.
 
         Raises OutOfMemoryAtStartError or StartupError.
         """
-        decoder, limits = self._decoder, self._limits
+        decoder, limits, wish = self._decoder, self._limits, self._wish
         layout = decoder.layout(limits.block_size)
         num_slabs = prefill_slabs(limits.max_tokens, limits.max_rows, limits.max_model_len, layout)
         plan = ArenaPlan(decoder.config.num_layers, num_slabs, layout)
         # All layers share the bytes of one: what they hold does not matter here.
         one_layer = ArenaPlan(1, num_slabs, layout).allocate(decoder.device)
         arena = one_layer.expand(plan.num_layers, -1, -1)
-        warm_up(self._backend, decoder, layout)
+        self._warm_up(layout)
         compute = ModelCompute(decoder, self._backend, plan, arena, self._parts.inputs)
         graphs = self._empty_graphs(buckets)
         # The largest brings the pool that all share, the next what each takes besides.
@@ -182,7 +190,7 @@ class GpuBuilder:
                 f"a KV arena of {plan.num_bytes:,} bytes cannot be had in one piece: lower --gpu-memory-utilization "
                 f"({first_line(error)})"
             ) from error
-        warm_up(self._backend, self._decoder, plan.layout)
+        self._warm_up(plan.layout)
         compute = ModelCompute(self._decoder, self._backend, plan, arena, self._parts.inputs)
         if buckets:
             self.record(compute, buckets)
@@ -191,6 +199,10 @@ class GpuBuilder:
     def record(self, compute: ModelCompute, buckets: tuple[int, ...]) -> None:
         """Record a built compute's graphs, in place of those that it may have."""
         compute.record_graphs(self._empty_graphs(buckets), buckets)
+
+    def _warm_up(self, layout: KVLayout) -> None:
+        decoder = self._decoder
+        self._backend.warm_up(layout, decoder.config.num_heads, decoder.attention_params, self._wish.formats)
 
     def _empty_graphs(self, buckets: tuple[int, ...]) -> DecodeGraphs:
         return DecodeGraphs(

@@ -75,6 +75,11 @@ class WorkerSettings(ServiceSettings):
         description="bytes of the KV arena, such as 512MiB or 4GiB; none: 1GiB on a CPU (half of what is free, if that "
         "is less), and on a GPU what --gpu-memory-utilization leaves",
     )
+    kv_formats: str = Field(
+        "all",
+        description="formats that KV blocks may have here, by comma: native, int8, fp8, k8v4, int4; a GPU's kernels "
+        "for fewer formats are faster; all: every one",
+    )
     gpu_memory_utilization: float = Field(
         0.9, gt=0, le=1, description="share of the GPU's memory that weights, activations and KV arena may take"
     )

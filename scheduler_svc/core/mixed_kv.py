@@ -283,7 +283,9 @@ def make_kv_manager(
     """
     for fmt in precision.formats:
         if fmt not in spec.capacities:
-            raise PrecisionError(f"the worker has no {name_of(fmt)} KV blocks, which the precision policy uses")
+            raise PrecisionError(
+                f"the worker has no {name_of(fmt)} KV blocks, which the precision policy uses (--kv-formats)"
+            )
     if len(precision.formats) == 1 or stays_native(spec, precision):
         pool = BlockPool(NativeArena(spec.num_blocks, spec.blocks_per_slab))
         return KVManager(pool, spec.block_size, enable_prefix_caching, spec.recipe_versions)

@@ -12,7 +12,7 @@ from tests.worker.fake_gpu import CPU, GIB, FakeGpu, PaddingBackend, inputs_in_m
 from tests.worker.fakes import continued, new_row, tokens_of
 from tests.worker.models.checkpoints import VOCAB_SIZE, Saved, save
 from worker_svc.arena_plan import ArenaPlan
-from worker_svc.engine import GpuBuilder, GpuParts, MemoryWish, StepLimits, gpu_buckets, make_sampler
+from worker_svc.engine import GpuBuilder, GpuParts, KVWish, StepLimits, gpu_buckets, make_sampler
 from worker_svc.entries import EntryBounds
 from worker_svc.errors import StartupError
 from worker_svc.graphs import Recording, RerunRecorder, bucket_for
@@ -25,6 +25,7 @@ from worker_svc.step import StepRunner
 from worker_svc.torch_sampler import TorchSampler
 
 LIMITS = StepLimits(max_num_seqs=6, max_num_batched_tokens=40, max_model_len=32, block_size=8)
+WISH = KVWish(None, 0.9)
 BUCKETS = (1, 2, 4, 6)
 STEP_BYTES, POOL_BYTES, GRAPH_BYTES = 5 * GIB, 2 * GIB, GIB // 4
 
@@ -93,7 +94,7 @@ class HungrySampler:
 
 
 def make_builder(decoder: Decoder, machine: Machine, limits: StepLimits = LIMITS) -> GpuBuilder:
-    return GpuBuilder(decoder, PaddingBackend(), limits, machine.parts(limits))
+    return GpuBuilder(decoder, PaddingBackend(), limits, WISH, machine.parts(limits))
 
 
 def make_runner(decoder: Decoder, machine: Machine) -> StepRunner:
@@ -106,7 +107,7 @@ def make_runner(decoder: Decoder, machine: Machine) -> StepRunner:
 class TestMemory:
     def test_arena_is_what_weights_steps_and_graphs_leave(self, decoder: Decoder) -> None:
         machine = Machine()
-        arena_bytes = make_builder(decoder, machine).arena_bytes(HungrySampler(machine), MemoryWish(None, 0.9), BUCKETS)
+        arena_bytes = make_builder(decoder, machine).arena_bytes(HungrySampler(machine), BUCKETS)
         layout = decoder.layout(LIMITS.block_size)
         # The measurement's arena is a real tensor of this process, of which the fake GPU knows nothing.
         uncounted_bytes = prefill_slabs(LIMITS.max_tokens, 6, LIMITS.max_model_len, layout) * layout.slab_bytes
@@ -117,7 +118,7 @@ class TestMemory:
 
     def test_without_graphs_none_is_recorded(self, decoder: Decoder) -> None:
         machine = Machine()
-        make_builder(decoder, machine).arena_bytes(TorchSampler(VOCAB_SIZE, CPU), MemoryWish(None, 0.9), ())
+        make_builder(decoder, machine).arena_bytes(TorchSampler(VOCAB_SIZE, CPU), ())
         assert machine.recorded == []
 
     def test_graph_for_which_memory_does_not_suffice_is_no_measurement(self, decoder: Decoder) -> None:
@@ -126,14 +127,14 @@ class TestMemory:
                 raise torch.OutOfMemoryError("CUDA out of memory.")
 
         parts = replace(Machine().parts(LIMITS), make_recorder=NoMemory)
-        builder = GpuBuilder(decoder, PaddingBackend(), LIMITS, parts)
+        builder = GpuBuilder(decoder, PaddingBackend(), LIMITS, WISH, parts)
         with pytest.raises(StartupError, match=r"does not fit.*CUDA out of memory"):
-            builder.arena_bytes(TorchSampler(VOCAB_SIZE, CPU), MemoryWish(None, 0.9), BUCKETS)
+            builder.arena_bytes(TorchSampler(VOCAB_SIZE, CPU), BUCKETS)
 
     @pytest.mark.parametrize("limits", [StepLimits(2, 64, 16, 8), StepLimits(1, 8192, 40, 16), StepLimits(8, 8, 40, 8)])
     def test_any_limits_can_be_measured(self, decoder: Decoder, limits: StepLimits) -> None:
         machine = Machine()
-        make_builder(decoder, machine, limits).arena_bytes(HungrySampler(machine), MemoryWish(None, 0.9), ())
+        make_builder(decoder, machine, limits).arena_bytes(HungrySampler(machine), ())
         assert machine.sampled == [limits.max_rows] * 2
 
     def test_step_that_does_not_fit_is_said_in_one_line(self, decoder: Decoder) -> None:
@@ -143,7 +144,7 @@ class TestMemory:
 
         builder = make_builder(decoder, Machine())
         with pytest.raises(StartupError, match=r"a step of 40 tokens and 6 rows does not fit.*20 GiB") as caught:
-            builder.arena_bytes(NoMemory(VOCAB_SIZE, CPU), MemoryWish(None, 0.9), BUCKETS)
+            builder.arena_bytes(NoMemory(VOCAB_SIZE, CPU), BUCKETS)
         assert "\n" not in str(caught.value)
 
 

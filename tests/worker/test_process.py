@@ -126,8 +126,11 @@ from worker_svc import __main__, assembly, fence
 fence.DEVICE_PATIENCE_S = 0.05
 runner = SimpleNamespace(forget_rows=threading.Event().wait)
 layout = SimpleNamespace(slab_bytes=1, slab_blocks=1)
-plan = SimpleNamespace(num_slabs=1, layout=layout, places_per_slab=dict.fromkeys(Format, 1))
-assembly.load_worker = lambda settings: assembly.LoadedWorker(runner, plan, ModelInfo(), 1, 1, torch.device("cpu"))
+plan = SimpleNamespace(num_slabs=1, layout=layout)
+places = dict.fromkeys(Format, 1)
+assembly.load_worker = lambda settings: assembly.LoadedWorker(
+    runner, plan, places, ModelInfo(), 1, 1, torch.device("cpu")
+)
 sys.exit(__main__.main(["--num-threads", "1"]))
 """
 
@@ -151,6 +154,7 @@ async def test_hung_device_ends_the_process() -> None:
         (None, ("--kv-cache-memory", "900TiB"), r"needs [\d,]+ bytes, and [\d,]+ bytes are free"),
         (None, ("--kv-cache-memory", "10KiB"), r"needs [\d,]+ bytes, and 10,240 bytes are free"),
         (None, ("--max-model-len", "257"), "256 tokens"),
+        (None, ("--kv-formats", "int8,int3"), "'int3' is none of all, native, int8"),
     ],
 )
 async def test_start_that_fails_says_why_in_one_line(
