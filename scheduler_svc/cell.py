@@ -58,6 +58,7 @@ class Cell:
                 enable_prefix_caching=settings.enable_prefix_caching,
                 policy=SchedulingPolicy(settings.scheduling_policy),
                 precision=settings.precision(),
+                fairness=settings.fairness(),
             ),
             index,
         )

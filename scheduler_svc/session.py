@@ -202,7 +202,7 @@ class SessionHub:
 
     def _hold(self, request_id: RequestId, owned: Owned) -> None:
         is_new = not owned.submit.is_resubmit and request_id not in self._held
-        if is_new and self.num_held_seqs + owned.submit.n > self._cell.settings.max_queued_requests:
+        if is_new and self._holds_too_many(owned.submit):
             error = SchedulerError(ErrorCode.RESOURCE_EXHAUSTED, "too many requests wait for a worker: try again later")
             self._ownership.route(owned.ends(FinishReason.ERROR, error))
             return
@@ -222,6 +222,12 @@ class SessionHub:
         if settings.share_prefixes:
             return convert.shared_salt(settings.cluster_token)
         return convert.tenant_salt(settings.cluster_token, tenant)
+
+    def _holds_too_many(self, submit: scheduler_pb2.Submit) -> bool:
+        """Return whether one more request is too many, by the bounds of the queue that it will go to."""
+        most, tenant = self._cell.settings.max_queued_requests, submit.tenant
+        num_own = sum(len(owned.unfinished) for owned in self._held.values() if owned.submit.tenant == tenant)
+        return num_own + submit.n > most or self.num_held_seqs + submit.n > 2 * most
 
     def _to_core(self, owned: Owned) -> None:
         model, salt = self._cell.model, self._salt(owned.submit.tenant)

@@ -1,13 +1,32 @@
 """The scheduler's settings: flags, or `QUIRE_*` variables or files with the same names. Imports nothing heavy."""
 
+from math import inf
 from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from protos.settings import ServiceSettings, TlsCa, TlsCert, TlsKey, TlsServerName
+from scheduler_svc.core.fairness import FairnessPolicy
 from scheduler_svc.core.precision import PrecisionError, PrecisionPolicy, parse_policy, policy_of_dtype
 from scheduler_svc.index.redis_url import parse_redis_url
+
+
+def _parse_weights(text: str) -> dict[str, float]:
+    """Return the weights that `text` gives to tenants, by name. Raises ValueError."""
+    weights: dict[str, float] = {}
+    for item in filter(None, text.split(",")):
+        name, _, number = item.strip().rpartition("=")
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = 0.0
+        if not name or not 0 < weight < inf:
+            raise ValueError(f"{item!r} is not NAME=WEIGHT, with a weight above 0")
+        if name in weights:
+            raise ValueError(f"{name!r} is there twice")
+        weights[name] = weight
+    return weights
 
 
 class SchedulerSettings(ServiceSettings):
@@ -42,8 +61,23 @@ class SchedulerSettings(ServiceSettings):
     max_queued_requests: int = Field(
         default=1024,
         ge=1,
-        description="sequences (n for each request) that may wait for room on a worker; more are refused with status "
-        "429",
+        description="sequences (n for each request) of a tenant that may wait for room on a worker, of all tenants "
+        "twice as many; more are refused with status 429",
+    )
+    tenant_weights: str = Field(
+        default="",
+        description="tenants' shares of the served tokens while several have requests that wait, such as a=2,b=0.5; "
+        "others have 1",
+    )
+    tenant_max_running: int | None = Field(
+        default=None, ge=1, description="sequences of a tenant that are computed at once, by all workers; none: any"
+    )
+    tenant_max_kv_share: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="share of a worker's KV cache, 0 to 1, that a tenant's running sequences may have when another one "
+        "of them joins; a sequence that is larger runs when the tenant has nothing else there; none: all of it",
     )
     enable_prefix_caching: bool = Field(
         default=True,
@@ -88,6 +122,16 @@ class SchedulerSettings(ServiceSettings):
     def _check_precision(self) -> Self:
         self.precision()
         return self
+
+    @field_validator("tenant_weights")
+    @classmethod
+    def _check_tenant_weights(cls, value: str) -> str:
+        _parse_weights(value)
+        return value
+
+    def fairness(self) -> FairnessPolicy:
+        """Return what tenants are entitled to."""
+        return FairnessPolicy(_parse_weights(self.tenant_weights), self.tenant_max_running, self.tenant_max_kv_share)
 
     def precision(self) -> PrecisionPolicy:
         """Return the formats that KV blocks are kept in. Raises ValueError where the settings make no sense."""

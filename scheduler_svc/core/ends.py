@@ -1,5 +1,6 @@
 """How sequences end: by their own rules, by the client's wish, or because time or room ran out."""
 
+from scheduler_svc.core.fairness import stop
 from scheduler_svc.core.sequence import Seq, SeqState
 from scheduler_svc.core.state import State
 from scheduler_svc.core.types import ErrorCode, FinishReason, RequestId, SchedulerError, TokenRun
@@ -10,8 +11,10 @@ MAX_HOMELESS_MS = 60_000  # a worker as large as the one that was lost may come 
 def end(state: State, seq: Seq, reason: FinishReason, error: SchedulerError | None = None) -> TokenRun:
     """End a sequence in whatever state it is; returns its terminal run."""
     job = seq.job
-    if seq.state is SeqState.RUNNING and seq.lane_id in state.lanes:
-        state.lanes[seq.lane_id].remove(seq)
+    if seq.state is SeqState.RUNNING:
+        stop(seq)
+        if seq.lane_id in state.lanes:
+            state.lanes[seq.lane_id].remove(seq)
     elif seq.state is SeqState.WAITING:
         state.queue.remove(seq)
     elif seq.state is SeqState.UNFORKED:
@@ -25,6 +28,7 @@ def end(state: State, seq: Seq, reason: FinishReason, error: SchedulerError | No
         leader.num_losses = seq.num_losses  # what it will compute was in flight at them
         state.wait(leader)
     del state.seqs[seq.seq_id]
+    job.tenant.num_seqs -= 1
     job.num_unfinished -= 1
     if not job.num_unfinished:
         state.jobs.pop(job.request.request_id, None)
@@ -46,7 +50,11 @@ def abort(state: State, request_id: RequestId, sequence_idx: int | None) -> list
 
 
 def expire(state: State, now_ms: int) -> list[TokenRun]:
-    """End the requests whose deadline has passed, and those that no lane has been able to hold for a minute."""
+    """End the requests whose deadline has passed, and those that no lane has been able to hold for a minute.
+
+    Idle tenants are forgotten.
+    """
+    state.queue.forget_idle()
     return _end_late(state, now_ms) + _end_homeless(state, now_ms)
 
 

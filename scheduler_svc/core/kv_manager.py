@@ -69,6 +69,10 @@ class KVManager:
         """Return whether the whole pool is enough for a sequence of `num_tokens`."""
         return num_tokens <= self.max_seq_tokens
 
+    def num_native_blocks(self, seq: Seq) -> float:
+        """Return the room that all known tokens of `seq` take, in native blocks; what it shares counts in full."""
+        return self.num_blocks_for(len(seq.token_ids))
+
     def cached_prefix(self, seq: Seq) -> list[Block]:
         """Return the sealed blocks that `seq` can start with. One token at least is left to compute."""
         if not self.enable_prefix_caching or seq.job.request.skip_cache_read:

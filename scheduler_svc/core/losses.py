@@ -1,6 +1,7 @@
 """What happens to rows when a worker, a step or a single row is lost: they start over, but not for ever."""
 
 from scheduler_svc.core.ends import end
+from scheduler_svc.core.fairness import stop
 from scheduler_svc.core.lane import Lane, PlannedStep
 from scheduler_svc.core.policy import forget_passes
 from scheduler_svc.core.sequence import Seq
@@ -71,6 +72,7 @@ def _requeue(state: State, lane: Lane, seq: Seq, *, is_lost: bool, error: str = 
         unforked = [] if seq.num_output_tokens else seq.job.unforked
         poisoned = _poisoned(seq.num_losses, error)
         return [end(state, lost, FinishReason.ERROR, poisoned) for lost in (*unforked, seq)]
+    stop(seq)
     lane.remove(seq)
     lane.forget_row(seq)
     state.wait(seq)

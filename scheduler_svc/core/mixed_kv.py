@@ -56,6 +56,12 @@ class MixedKVManager(KVManager):
         num_narrow = max(0, num_slabs) * self.arena.capacities[narrowest]
         return (2 + num_narrow) * self.block_size
 
+    def num_native_blocks(self, seq: Seq) -> float:
+        """Return the room that all known tokens of `seq` take; see KVManager.num_native_blocks."""
+        capacities = self.arena.capacities
+        wanted = self._promise(seq, 0, self.num_blocks_for(len(seq.token_ids)))
+        return sum(wanted[fmt] * capacities[Format.NATIVE] / capacity for fmt, capacity in capacities.items())
+
     def can_admit(self, seq: Seq, hits: Sequence[Block], watermark_blocks: int) -> bool:
         """Return whether all known tokens of `seq` fit beside what is there and promised, with `watermark_blocks` left.
 

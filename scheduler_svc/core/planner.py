@@ -6,20 +6,16 @@ prefilling rows    the next chunk of their prompt, as far as there are places; a
 waiting sequences  while rows, tokens and blocks are left, and nobody was preempted for this step
 """
 
+from collections.abc import Iterator
+
 from scheduler_svc.core.block_pool import Block
 from scheduler_svc.core.ends import end_outgrown
+from scheduler_svc.core.fairness import charge, goes_before, pick_victim, spare, stop
 from scheduler_svc.core.kv_manager import Growth
 from scheduler_svc.core.lane import Draft, Lane
-from scheduler_svc.core.policy import (
-    SchedulingPolicy,
-    forget_passes,
-    keeps_lane,
-    newest,
-    pass_over,
-    watermark_blocks,
-)
+from scheduler_svc.core.policy import SchedulingPolicy, forget_passes, keeps_lane, pass_over, watermark_blocks
 from scheduler_svc.core.router import has_better_lane
-from scheduler_svc.core.sequence import Seq, SeqState
+from scheduler_svc.core.sequence import Seq, SeqState, Tenant
 from scheduler_svc.core.state import State
 from scheduler_svc.core.types import TokenRun
 
@@ -69,6 +65,7 @@ class StepPlanner:
         """Schedule one token for every decoding row that is not known to end."""
         draft = self.draft
         for seq in draft.add_settled_decodes(self._lane.decoding.values()):
+            charge(seq, len(seq.token_ids))
             if seq.num_computed_tokens + 1 >= seq.total_limit_tokens or seq.seq_id in draft.preempted:
                 continue
             growth = self._grow(seq)
@@ -88,7 +85,7 @@ class StepPlanner:
         kv, num_wanted_tokens = self._lane.kv, seq.num_computed_tokens + 1
         if kv.is_room_coming(seq):
             return False
-        victim = newest(self._lane.rows())
+        victim = pick_victim(self._lane.rows(), kv)
         is_alone = self._lane.num_rows == 1 and kv.can_hold(num_wanted_tokens)  # and yet this lane does not
         if is_alone or not self._state.some_lane_holds(num_wanted_tokens):
             if not seq.num_in_flight_tokens:  # else that token may be its last
@@ -99,18 +96,25 @@ class StepPlanner:
         self._preempt(victim)
         return victim is not seq
 
-    def _preempt(self, victim: Seq) -> None:
+    def _preempt(self, seq: Seq) -> None:
         """Send a row back to the queue; it keeps its tokens and replays them. Its part in the draft is undone."""
         lane = self._lane
         self._state.counters.preemptions += 1
-        self.draft.preempted.add(victim.seq_id)
-        lane.kv.pool.release(self.draft.remove_row(victim), lane.quarantine_end())
-        lane.remove(victim)
-        self._state.wait(victim)
+        self.draft.preempted.add(seq.seq_id)
+        lane.kv.pool.release(self.draft.remove_row(seq), lane.quarantine_end())
+        stop(seq)
+        lane.remove(seq)
+        self._state.wait(seq)
 
     def _plan_prefills(self) -> None:
-        """Spend what is left of the budget on rows whose prompt is half computed, then on new ones."""
-        for seq in sorted(self._lane.prefilling.values(), key=lambda seq: seq.rank):
+        """Spend what is left of the budget on rows whose prompt is half computed, then on new ones.
+
+        A new one goes before the half computed prompts of tenants that were not served less.
+        """
+        rows = sorted(self._lane.prefilling.values(), key=lambda seq: (seq.job.tenant.counter, seq.rank))
+        if rows and self._state.queue.num_tenants > 1 and not self.draft.preempted:
+            self._admit(before=rows[0].job.tenant)
+        for seq in rows:
             if self.draft.budget_tokens and seq.seq_id in self._lane.prefilling:  # else it was preempted meanwhile
                 self._plan_prefill(seq)
         if not self.draft.preempted:
@@ -134,6 +138,7 @@ class StepPlanner:
         # What goes beyond the prompt is replayed output.
         self._state.counters.prompt_tokens += min(num_tokens, max(0, seq.num_prompt_tokens - seq.num_computed_tokens))
         self.draft.add_row(seq, num_tokens, growth)
+        charge(seq, seq.num_computed_tokens)
         if seq.num_computed_tokens == len(seq.token_ids):
             del lane.prefilling[seq.seq_id]
             lane.decoding[seq.seq_id] = seq
@@ -143,27 +148,33 @@ class StepPlanner:
     def _fork_unforked(self, parent: Seq) -> None:
         """Let the sequences that waited for the parent's prompt share it; they are planned from the next step on.
 
-        Where rows are short, or the prompt's tail cannot be written on, they queue like everybody else, and find the
-        prompt in the cache.
+        Where rows are short, their tenant is at its limit, or the prompt's tail cannot be written on, they queue like
+        everybody else, and find the prompt in the cache.
         """
-        lane, job = self._lane, parent.job
+        lane, job, queue = self._lane, parent.job, self._state.queue
         for child in job.unforked:
-            if lane.num_rows < lane.max_num_seqs and lane.kv.can_fork(parent, child):
+            has_row = lane.num_rows < lane.max_num_seqs and not queue.is_at_running_limit(job.tenant)
+            if has_row and lane.kv.can_fork(parent, child):
                 lane.kv.fork(parent, child)
+                spare(child, child.num_prompt_tokens)
+                job.tenant.num_running_seqs += 1
                 child.state, child.lane_id = SeqState.RUNNING, lane.lane_id
                 lane.decoding[child.seq_id] = child
             else:
                 self._state.wait(child)
         job.unforked = []
 
-    def _admit(self) -> None:
-        """Bind waiting sequences to the lane while it has rows, tokens and blocks for them."""
+    def _admit(self, before: Tenant | None = None) -> None:
+        """Bind waiting sequences to the lane while it has rows, tokens and blocks for them.
+
+        With `before` only those of other tenants, whose turn comes before that one's.
+        """
         lane, state = self._lane, self._state
         if lane.is_draining:
             return
         unfitting: list[Seq] = []
-        for seq in state.queue:
-            if lane.num_rows >= lane.max_num_seqs or not self.draft.budget_tokens or len(unfitting) >= MAX_UNFITTING:
+        for seq in self._candidates(before):
+            if len(unfitting) >= MAX_UNFITTING:
                 break
             if not lane.kv.can_hold(len(seq.token_ids)):
                 continue  # another lane can, or one that will come
@@ -181,15 +192,33 @@ class StepPlanner:
             for passed in unfitting:
                 pass_over(passed, self._now_ms)
 
+    def _candidates(self, before: Tenant | None) -> Iterator[Seq]:
+        """Yield waiting sequences in turn while the lane has rows and tokens for one; see `_admit`."""
+        lane, queue = self._lane, self._state.queue
+        in_turn = queue.in_turn(self._is_barred)
+        while queue and lane.num_rows < lane.max_num_seqs and self.draft.budget_tokens:
+            seq = next(in_turn, None)
+            if seq is None or (before is not None and not goes_before(seq.job.tenant, before)):
+                return
+            yield seq
+
+    def _is_barred(self, seq: Seq) -> bool:
+        """Return whether a limit of its tenant keeps `seq` out of the lane."""
+        queue = self._state.queue
+        return queue.is_at_running_limit(seq.job.tenant) or queue.exceeds_kv_share(
+            seq, self._lane.kv, self._lane.rows()
+        )
+
     def _bind(self, seq: Seq, hits: list[Block]) -> None:
         """Make a waiting sequence a row of the lane and schedule its first chunk."""
         lane, state = self._lane, self._state
-        state.queue.remove(seq)
+        state.queue.start(seq)
         forget_passes(seq)
         if seq.worker_lane_id is not None and seq.worker_lane_id != lane.lane_id:
             state.lanes[seq.worker_lane_id].forget_row(seq)
         seq.state, seq.lane_id = SeqState.RUNNING, lane.lane_id
         lane.kv.admit(seq, hits)
+        spare(seq, seq.num_computed_tokens)
         lane.prefilling[seq.seq_id] = seq
         if seq.job.num_cached_tokens is None:
             seq.job.num_cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)

@@ -1,7 +1,5 @@
-"""Who goes next: the queue of waiting sequences, who may be passed, and when a lane takes new rows."""
+"""How rows join a lane: how often a waiting sequence may be passed, and how many blocks an admission leaves free."""
 
-from bisect import insort
-from collections.abc import Iterator
 from enum import Enum
 
 from scheduler_svc.core.lane import Lane
@@ -17,37 +15,6 @@ class SchedulingPolicy(Enum):
 
     CONTINUOUS = "continuous"  # rows join and leave at every step
     STATIC = "static"  # a batch is filled, then runs until its last row has ended
-
-
-class WaitingQueue:
-    """Waiting sequences by rank: priority, then age, then index."""
-
-    def __init__(self) -> None:
-        self._seqs: list[Seq] = []
-
-    def __len__(self) -> int:
-        return len(self._seqs)
-
-    def __iter__(self) -> Iterator[Seq]:
-        """Iterate over a snapshot, best rank first: the queue may change meanwhile."""
-        return iter(tuple(self._seqs))
-
-    def add(self, seq: Seq) -> None:
-        """Put `seq` in its place."""
-        insort(self._seqs, seq, key=_rank)
-
-    def remove(self, seq: Seq) -> None:
-        """Take `seq` out; it must be in."""
-        self._seqs.remove(seq)
-
-
-def _rank(seq: Seq) -> tuple[int, int, int]:
-    return seq.rank
-
-
-def newest(seqs: list[Seq]) -> Seq:
-    """Return whom to preempt: the lowest priority, of these the latest to arrive."""
-    return max(seqs, key=_rank)
 
 
 def pass_over(seq: Seq, now_ms: int) -> None:

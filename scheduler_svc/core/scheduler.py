@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 
 from protos.block_hash import BlockHash
 from scheduler_svc.core import ends, losses, results, submission
+from scheduler_svc.core.fairness import FairQueue
 from scheduler_svc.core.kv_manager import KVManager
 from scheduler_svc.core.lane import Lane
 from scheduler_svc.core.mixed_kv import make_kv_manager
@@ -33,6 +34,7 @@ from scheduler_svc.core.types import (
     Seal,
     StepPlan,
     StepResult,
+    TenantStats,
     TokenRun,
 )
 
@@ -41,7 +43,7 @@ class Scheduler:
     """Every request, sequence and lane of a cell; the one writer of all of them."""
 
     def __init__(self, config: SchedulerConfig, index: PrefixIndex) -> None:
-        self._state = State(config, index)
+        self._state = State(config, index, FairQueue(config.fairness))
 
     # ---- lanes
 
@@ -174,6 +176,10 @@ class Scheduler:
     def lane_stats(self, lane_id: LaneId) -> LaneStats:
         """Return a lane's figures."""
         return self._state.lanes[lane_id].stats()
+
+    def tenant_stats(self) -> list[TenantStats]:
+        """Return the figures of the tenants that have sequences here, or had some lately."""
+        return self._state.queue.stats()
 
     def check_integrity(self) -> None:
         """Raise AssertionError when any two parts of the state disagree. O(everything), for tests."""

@@ -1,4 +1,4 @@
-"""A sequence and the request it belongs to, as the scheduler sees them.
+"""A sequence, the request it belongs to and the tenant who sent that, as the scheduler sees them.
 
 Where a running sequence's tokens stand (two steps may be in flight, so the scheduler runs ahead of what it knows):
 
@@ -41,11 +41,30 @@ class SeqState(Enum):
 
 
 @dataclass(slots=True, eq=False)
+class Tenant:
+    """Who sends requests, and what they were served; see `fairness`."""
+
+    name: str
+    weight: float
+    counter: float = 0.0  # served tokens / weight, from where the tenant began to wait last
+    num_served_tokens: int = 0  # since there is this record
+    num_seqs: int = 0  # that have not ended
+    num_running_seqs: int = 0  # of these, rows of a lane
+    waiting: list["Seq"] = field(default_factory=list)  # in the queue, by rank
+
+    @property
+    def num_waiting_seqs(self) -> int:
+        """Sequences in the queue, and those that wait for their request's leader."""
+        return self.num_seqs - self.num_running_seqs
+
+
+@dataclass(slots=True, eq=False)
 class Job:
     """A request and its sequences. One of them, the leader, computes the prompt; the unforked then share its KV."""
 
     request: Request
     arrival: int  # orders requests of one priority
+    tenant: Tenant
     seqs: list["Seq"] = field(default_factory=list)
     unforked: list["Seq"] = field(default_factory=list)
     num_unfinished: int = 0
@@ -62,7 +81,7 @@ class Seq:
     token_ids: list[int]
     num_prompt_tokens: int
     total_limit_tokens: int  # prompt and output together: it ends when token_ids is that long
-    rank: Rank  # lower runs first, and is preempted last
+    rank: Rank  # of its tenant's the lowest runs first, and is preempted last
     ending: EndingRules
     precision: PrecisionPolicy = NATIVE_ONLY  # of its blocks, in lanes with several formats
     state: SeqState = SeqState.WAITING
@@ -70,6 +89,7 @@ class Seq:
     num_delivered_tokens: int = 0  # output tokens that came with the request, submitted again
     logprobs: list[Opaque] = field(default_factory=list)  # of the output tokens after these, where asked for
     end: TokenRun | None = None  # its terminal run, without tokens
+    num_charged_tokens: int = 0  # of token_ids, from the first on: charged to the tenant, or free
     num_losses: int = 0  # steps in flight lost in a row, without a new token between
     times_passed: int = 0  # admissions of others while it did not fit
     passed_since_ms: int | None = None

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
+from scheduler_svc.core.fairness import FairnessPolicy, FairQueue
 from scheduler_svc.core.lane import Lane
-from scheduler_svc.core.policy import SchedulingPolicy, WaitingQueue
+from scheduler_svc.core.policy import SchedulingPolicy
 from scheduler_svc.core.precision import NATIVE_ONLY, PrecisionPolicy
 from scheduler_svc.core.sequence import Job, Seq, SeqState
 from scheduler_svc.core.types import Counters, LaneId, PrefixIndex, RequestId, SeqId
@@ -20,10 +21,11 @@ class SchedulerConfig:
 
     max_num_seqs: int = 128  # rows of a lane
     max_num_batched_tokens: int | None = None  # tokens a step; None: what the worker offers
-    max_queued_seqs: int = 4096
+    max_queued_seqs: int = 4096  # of one tenant; of all together twice as many
     enable_prefix_caching: bool = True
     policy: SchedulingPolicy = SchedulingPolicy.CONTINUOUS
     precision: PrecisionPolicy = NATIVE_ONLY  # formats of KV blocks
+    fairness: FairnessPolicy = field(default_factory=FairnessPolicy)
 
 
 @dataclass(slots=True, eq=False)
@@ -32,11 +34,11 @@ class State:
 
     config: SchedulerConfig
     index: PrefixIndex
+    queue: FairQueue
     counters: Counters = field(default_factory=Counters)
     lanes: dict[LaneId, Lane] = field(default_factory=dict)
     jobs: dict[RequestId, Job] = field(default_factory=dict)
     seqs: dict[SeqId, Seq] = field(default_factory=dict)
-    queue: WaitingQueue = field(default_factory=WaitingQueue)
     arrivals: Iterator[int] = field(default_factory=lambda: count(1))
     seq_ids: Iterator[int] = field(default_factory=lambda: count(1))
     # The largest of any lane that was ever here: without a lane requests wait for one like it.
@@ -77,6 +79,7 @@ class State:
         for seq in self.seqs.values():
             assert (seq.lane_id is not None) == (seq.state is SeqState.RUNNING)
             assert seq.state is SeqState.RUNNING or not (seq.table or seq.num_computed_tokens)
+        self.queue.check_integrity(tuple(self.seqs.values()))
         for lane in self.lanes.values():
             lane.kv.check_integrity(lane.rows())
             assert lane.num_rows <= lane.max_num_seqs

@@ -1,6 +1,7 @@
 """How requests come in: what can never be served is refused, the rest becomes a job of one sequence for each sample."""
 
 from scheduler_svc.core.ends import end
+from scheduler_svc.core.fairness import spare
 from scheduler_svc.core.sequence import Job, Seq, SeqState
 from scheduler_svc.core.state import State
 from scheduler_svc.core.types import (
@@ -25,12 +26,11 @@ def submit(state: State, request: Request) -> list[TokenRun]:
     job = state.jobs.get(request.request_id)
     if job is not None:
         return [run for seq in job.seqs for run in seq.replay(request.delivered.get(seq.sequence_idx))]
-    if not request.is_resubmit and state.num_waiting_seqs + request.n > state.config.max_queued_seqs:
-        raise SchedulerError(
-            ErrorCode.RESOURCE_EXHAUSTED, f"{state.num_waiting_seqs} sequences are waiting already: try again later"
-        )
+    if not request.is_resubmit:
+        _check_queue(state, request)
     _check_servable(state, len(request.prompt_token_ids))
-    job = Job(request, next(state.arrivals) + (_RESUBMITTED if request.is_resubmit else 0))
+    arrival = next(state.arrivals) + (_RESUBMITTED if request.is_resubmit else 0)
+    job = Job(request, arrival, state.queue.tenant(request.tenant))
     runs = _add_seqs(state, job)
     if job.num_unfinished:
         state.jobs[request.request_id] = job
@@ -49,6 +49,19 @@ def learn_limits(state: State, spec: LaneSpec, max_seq_tokens: int) -> list[Toke
         except SchedulerError as error:
             runs.append(end(state, seq, FinishReason.ERROR, error))
     return runs
+
+
+def _check_queue(state: State, request: Request) -> None:
+    """Raise SchedulerError when too many sequences wait: of the tenant, or of all, which keep twice that room.
+
+    So whoever fills the queue takes no place from the others.
+    """
+    most = state.config.max_queued_seqs
+    num_waiting = state.queue.num_waiting_seqs_of(request.tenant)
+    if num_waiting + request.n > most or (num_waiting := state.num_waiting_seqs) + request.n > 2 * most:
+        raise SchedulerError(
+            ErrorCode.RESOURCE_EXHAUSTED, f"{num_waiting} sequences are waiting already: try again later"
+        )
 
 
 def _check_servable(state: State, num_prompt_tokens: int) -> None:
@@ -109,4 +122,7 @@ def _add_seq(state: State, job: Job, sequence_idx: int, delivered: Delivered | N
         seq.total_limit_tokens = min(seq.total_limit_tokens, state.max_model_len)
     job.seqs.append(seq)
     job.num_unfinished += 1
+    job.tenant.num_seqs += 1
+    if delivered is not None and delivered.token_ids:
+        spare(seq, len(seq.token_ids))  # it was served before
     state.seqs[seq.seq_id] = seq

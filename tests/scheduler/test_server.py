@@ -13,7 +13,9 @@ import pytest
 from protos import common_pb2, scheduler_pb2
 from protos.channel import MissingTokenError
 from protos.scheduler_pb2_grpc import SchedulerStub
+from protos.settings import read_settings
 from scheduler_svc.__main__ import main
+from scheduler_svc.core.fairness import FairnessPolicy
 from scheduler_svc.server import CannotListenError, SchedulerServer
 from scheduler_svc.settings import SchedulerSettings
 
@@ -45,6 +47,17 @@ async def test_stats_count_what_was_done(cell: LoopbackCell) -> None:
     assert (lane.instance_id, lane.address) == (worker.instance_id, worker.address)
     assert lane.last_step_ms == 7.0
     assert lane.num_blocks == 64 * 16
+
+
+async def test_tenants_limits_reach_the_core(cell: LoopbackCell) -> None:
+    await cell.start(tenant_max_running=1)
+    await cell.add_worker()
+    gateway = await cell.add_gateway()
+    for request_id, tenant in (("1", "a"), ("2", "a"), ("3", "b")):
+        await gateway.submit(request_id, PROMPT, max_tokens=300, tenant=tenant)
+    await until(lambda: bool(gateway.output("1").token_ids and gateway.output("3").token_ids))
+    await until(lambda: bool(gateway.output("2").token_ids))
+    assert gateway.output("1").has_ended
 
 
 async def test_watch_sends_figures_until_the_end(cell: LoopbackCell) -> None:
@@ -144,6 +157,13 @@ async def test_listening_beyond_this_machine_needs_a_token() -> None:
         (["--kv-precision-policy", "int8,native"], "'int8,native' makes no sense"),
         (["--kv-precision-policy", "native:1,int8", "--kv-cache-dtype", "int4"], "--kv-precision-policy"),
         (["--kv-cache-dtype", "int4", "--kv-precision-floor", "int8"], "floor int8 is wider than int4"),
+        (["--tenant-weights", "a=2,b"], "--tenant-weights: 'b' is not NAME=WEIGHT"),
+        (["--tenant-weights", "a=0"], "--tenant-weights: 'a=0' is not NAME=WEIGHT"),
+        (["--tenant-weights", "a=nan"], "--tenant-weights: 'a=nan' is not NAME=WEIGHT"),
+        (["--tenant-weights", "a=1,a=2"], "--tenant-weights: 'a' is there twice"),
+        (["--tenant-max-running", "0"], "--tenant-max-running"),
+        (["--tenant-max-kv-share", "1.5"], "--tenant-max-kv-share"),
+        (["--tenant-max-kv-share", "0"], "--tenant-max-kv-share"),
     ],
 )
 def test_mistake_is_one_line_that_names_the_flag(
@@ -153,6 +173,13 @@ def test_mistake_is_one_line_that_names_the_flag(
     line = capsys.readouterr().err
     assert named in line
     assert line.count("\n") == 1
+
+
+def test_flags_say_what_tenants_are_entitled_to() -> None:
+    args = ["--tenant-weights", "a=2, b@c=0.5", "--tenant-max-running", "3", "--tenant-max-kv-share", "0.25"]
+    settings = read_settings(SchedulerSettings, args)
+    assert settings.fairness() == FairnessPolicy({"a": 2.0, "b@c": 0.5}, 3, 0.25)
+    assert SchedulerSettings().fairness() == FairnessPolicy({}, None, None)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

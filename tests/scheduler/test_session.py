@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import grpc
 import grpc.aio
+import pytest
 
 from protos import common_pb2, scheduler_pb2
 from protos.scheduler_pb2_grpc import SchedulerStub
@@ -331,6 +332,25 @@ async def test_full_queue_refuses_before_the_first_worker_too(cell: LoopbackCell
     await until(lambda: gateway.output("3").has_ended)
     assert gateway.output("3").error.code == common_pb2.ERROR_CODE_RESOURCE_EXHAUSTED
     assert cell.server.figures().num_waiting_seqs == 2
+
+
+@pytest.mark.parametrize("has_worker", [False, True])
+async def test_tenant_that_fills_the_queue_takes_no_place_from_another(cell: LoopbackCell, has_worker: bool) -> None:
+    await cell.start(max_queued_requests=2)
+    gateway = await cell.add_gateway()
+    if has_worker:
+        worker = await cell.add_worker(max_num_seqs=1)
+        worker.may_step.clear()
+        await gateway.submit("running", PROMPT, max_tokens=20)
+        await until(lambda: cell.server.figures().num_running_seqs == 1)
+    for request_id in ("a1", "a2", "a3", "b1", "b2", "c1"):
+        await gateway.submit(request_id, PROMPT, max_tokens=20, tenant=request_id[0])
+    await until(lambda: gateway.output("c1").has_ended)
+    refused = {request_id for request_id in ("a1", "a2", "a3", "b1", "b2") if gateway.output(request_id).has_ended}
+    assert refused == {"a3"}
+    for request_id in ("a3", "c1"):
+        assert gateway.output(request_id).error.code == common_pb2.ERROR_CODE_RESOURCE_EXHAUSTED
+    assert cell.server.figures().num_waiting_seqs == 4
 
 
 async def test_request_that_was_let_in_before_goes_past_the_bound_of_a_restarted_scheduler(

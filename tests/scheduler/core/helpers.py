@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from protos.block_hash import root_hash
+from scheduler_svc.core.fairness import FairnessPolicy
 from scheduler_svc.core.policy import SchedulingPolicy
 from scheduler_svc.core.precision import NATIVE_ONLY, PrecisionPolicy
 from scheduler_svc.core.scheduler import Scheduler
@@ -37,6 +38,7 @@ def make_request(
     seed: int = 0,
     stops: Iterable[int] = (),
     min_tokens: int = 0,
+    tenant: str = "",
     priority: int = 0,
     deadline_ms: int | None = None,
     salt: str = "",
@@ -50,8 +52,9 @@ def make_request(
         tuple(prompt),
         EndingRules(max_tokens, min_tokens, frozenset(stops)),
         seed,
-        root_hash(b"model", b"tenant", salt),
+        root_hash(b"model", b"tenant" + tenant.encode(), salt),
         n=n,
+        tenant=tenant,
         priority=priority,
         deadline_ms=deadline_ms,
         skip_cache_read=skip_cache_read,
@@ -192,9 +195,14 @@ def make_cell(
     precision: PrecisionPolicy = NATIVE_ONLY,
     max_queued_seqs: int = 1000,
     prefix_caching: bool = True,
+    fairness: FairnessPolicy | None = None,
 ) -> Cell:
     config = SchedulerConfig(
-        policy=policy, precision=precision, max_queued_seqs=max_queued_seqs, enable_prefix_caching=prefix_caching
+        policy=policy,
+        precision=precision,
+        max_queued_seqs=max_queued_seqs,
+        enable_prefix_caching=prefix_caching,
+        fairness=fairness or FairnessPolicy(),
     )
     cell = Cell(Scheduler(config, MemoryIndex()))
     for i in range(num_lanes):

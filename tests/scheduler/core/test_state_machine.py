@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from scheduler_svc.core.ends import MAX_HOMELESS_MS
+from scheduler_svc.core.fairness import FairnessPolicy
 from scheduler_svc.core.policy import SchedulingPolicy
 from scheduler_svc.core.precision import NATIVE_ONLY, PrecisionPolicy, parse_policy
 from scheduler_svc.core.types import Delivered, Format, SchedulerError
@@ -44,6 +45,12 @@ class CellMachine(RuleBasedStateMachine):
         prefix_caching=st.booleans(),
         num_slabs=st.integers(6, 16),
         precision=st.sampled_from([None, None, *PRECISIONS]),
+        fairness=st.builds(
+            FairnessPolicy,
+            st.sampled_from([{}, {"a": 2.0, "b": 0.5}]),
+            st.sampled_from([None, None, 1, 2]),
+            st.sampled_from([None, None, 0.3, 0.6]),
+        ),
     )
     def start(
         self,
@@ -55,6 +62,7 @@ class CellMachine(RuleBasedStateMachine):
         prefix_caching: bool,
         num_slabs: int,
         precision: PrecisionPolicy | None,
+        fairness: FairnessPolicy,
     ) -> None:
         self.spec = make_spec(num_blocks, max_num_seqs=max_num_seqs, budget=budget, max_model_len=60)
         if precision is not None:
@@ -65,6 +73,7 @@ class CellMachine(RuleBasedStateMachine):
             policy=policy,
             prefix_caching=prefix_caching,
             precision=precision or NATIVE_ONLY,
+            fairness=fairness,
         )
 
     @rule(
@@ -73,6 +82,7 @@ class CellMachine(RuleBasedStateMachine):
         n=st.integers(1, 3),
         seed=st.integers(0, 1),
         stops=st.frozensets(st.integers(0, 49), max_size=6),
+        tenant=st.sampled_from(["a", "b", "c"]),
         priority=st.integers(0, 1),
         skip_cache_read=st.booleans(),
         has_delivered=st.booleans(),
@@ -86,6 +96,7 @@ class CellMachine(RuleBasedStateMachine):
         n: int,
         seed: int,
         stops: frozenset[int],
+        tenant: str,
         priority: int,
         skip_cache_read: bool,
         has_delivered: bool,
@@ -100,6 +111,7 @@ class CellMachine(RuleBasedStateMachine):
             n=n,
             seed=seed,
             stops=stops,
+            tenant=tenant,
             priority=priority,
             skip_cache_read=skip_cache_read,
             floor=floor,
@@ -150,6 +162,8 @@ class CellMachine(RuleBasedStateMachine):
         self.cell.run_to_end()
         self.cell.check_texts()
         assert all(client.end is not None for client in self.cell.clients.values())
+        self.cell.expire()
+        assert not self.cell.scheduler.tenant_stats(), "nobody is there, and somebody has a record"
         for lane_id in self.cell.workers:
             stats = self.cell.scheduler.lane_stats(lane_id)
             assert (stats.num_running_seqs, stats.num_quarantined_blocks) == (0, 0)
