@@ -111,13 +111,14 @@ class StepPlanner:
 
         A new one goes before the half computed prompts of tenants that were not served less.
         """
+        queue = self._state.queue
         rows = sorted(self._lane.prefilling.values(), key=lambda seq: (seq.job.tenant.counter, seq.rank))
-        if rows and self._state.queue.num_tenants > 1 and not self.draft.preempted:
+        if rows and queue and queue.num_tenants > 1 and not self.draft.preempted:
             self._admit(before=rows[0].job.tenant)
         for seq in rows:
             if self.draft.budget_tokens and seq.seq_id in self._lane.prefilling:  # else it was preempted meanwhile
                 self._plan_prefill(seq)
-        if not self.draft.preempted:
+        if queue and not self.draft.preempted:
             self._admit()
 
     def _plan_prefill(self, seq: Seq) -> None:
@@ -196,7 +197,7 @@ class StepPlanner:
         """Yield waiting sequences in turn while the lane has rows and tokens for one; see `_admit`."""
         lane, queue = self._lane, self._state.queue
         in_turn = queue.in_turn(self._is_barred)
-        while queue and lane.num_rows < lane.max_num_seqs and self.draft.budget_tokens:
+        while lane.num_rows < lane.max_num_seqs and self.draft.budget_tokens:
             seq = next(in_turn, None)
             if seq is None or (before is not None and not goes_before(seq.job.tenant, before)):
                 return
