@@ -16,6 +16,7 @@ SCRIPTS = (
     "redis_index",
     "exact_text",
     "prefix",
+    "fairness",
     "step_overhead",
     "kv_waste",
     "kv_pressure",

@@ -55,12 +55,16 @@ class Server:
     model: str
     api_key: str = ""
     ignore_eos: bool = True
+    tenant: str = ""  # for whom Quire without API keys takes the client
 
     def client(self) -> httpx.AsyncClient:
         """Return an HTTP client with as many connections as it takes, and no limit on how long an answer takes."""
+        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        if self.tenant:
+            headers["X-Quire-Tenant"] = self.tenant
         return httpx.AsyncClient(
             base_url=self.url,
-            headers={"Authorization": f"Bearer {self.api_key}"} if self.api_key else {},
+            headers=headers,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
             timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
         )
