@@ -23,6 +23,10 @@ plan takes. Those that were looked at before the one that is admitted count as p
 end a lane is kept for them (policy.keeps_lane). It is kept from those whose turn comes later: a tenant that was served
 less may still go before, until its counter has grown, and so nobody is passed for ever.
 
+*Prompts half computed.* A prompt is admitted whole and computed in chunks, and a long one must not hold up the others
+for so long. So a tenant of whom nothing runs may begin before the half computed prompts of others, in its turn
+(`goes_before`), and a step's chunks go first to whoever has fewest rows (`prompt_order`).
+
 *Limits.* A tenant at its limit is passed over with all that it has waiting, in its order, and blocks nobody. The KV
 share counts where a sequence joins, by known tokens. A tenant that has nothing in a lane may run one sequence of any
 size there: shares differ from lane to lane, so a refusal would depend on which workers live just then. Rows may grow
@@ -203,9 +207,21 @@ def _rank(seq: Seq) -> Rank:
     return seq.rank
 
 
+def prompt_order(row: Seq) -> tuple[int, float, Rank]:
+    """Return what sorts rows whose prompts are half computed: those of tenants with few rows go first.
+
+    Not by served tokens alone: prompts of two tenants would take turns chunk by chunk, and both would be late.
+    """
+    tenant = row.job.tenant
+    return tenant.num_running_seqs, tenant.counter, row.rank
+
+
 def goes_before(tenant: Tenant, other: Tenant) -> bool:
-    """Return whether a new prompt of `tenant` goes before a half computed one of `other`: it was not served more."""
-    return tenant is not other and tenant.counter <= other.counter
+    """Return whether a new prompt of `tenant` goes before a half computed one of `other`.
+
+    It does when nothing of the tenant runs and it was not served more: so it waits for no long prompt of others.
+    """
+    return not tenant.num_running_seqs and tenant.counter <= other.counter
 
 
 def charge(seq: Seq, num_tokens: int) -> None:

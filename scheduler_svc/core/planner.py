@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from scheduler_svc.core.block_pool import Block
 from scheduler_svc.core.ends import end_outgrown
-from scheduler_svc.core.fairness import charge, goes_before, pick_victim, spare, stop
+from scheduler_svc.core.fairness import charge, goes_before, pick_victim, prompt_order, spare, stop
 from scheduler_svc.core.kv_manager import Growth
 from scheduler_svc.core.lane import Draft, Lane
 from scheduler_svc.core.policy import SchedulingPolicy, forget_passes, keeps_lane, pass_over, watermark_blocks
@@ -109,10 +109,10 @@ class StepPlanner:
     def _plan_prefills(self) -> None:
         """Spend what is left of the budget on rows whose prompt is half computed, then on new ones.
 
-        A new one goes before the half computed prompts of tenants that were not served less.
+        The first prompt of a tenant goes before the half computed ones of others.
         """
         queue = self._state.queue
-        rows = sorted(self._lane.prefilling.values(), key=lambda seq: (seq.job.tenant.counter, seq.rank))
+        rows = sorted(self._lane.prefilling.values(), key=prompt_order)
         if rows and queue and queue.num_tenants > 1 and not self.draft.preempted:
             self._admit(before=rows[0].job.tenant)
         for seq in rows:
@@ -168,7 +168,7 @@ class StepPlanner:
     def _admit(self, before: Tenant | None = None) -> None:
         """Bind waiting sequences to the lane while it has rows, tokens and blocks for them.
 
-        With `before` only those of other tenants, whose turn comes before that one's.
+        With `before` only those that go before the half computed prompts of that tenant.
         """
         lane, state = self._lane, self._state
         if lane.is_draining:

@@ -128,14 +128,36 @@ def test_what_was_let_in_before_a_restart_goes_before_all_that_is_new() -> None:
     assert starts(cell) == "c0 c1 c2 a0 b0 a1"
 
 
-def test_a_new_prompt_goes_before_the_half_computed_one_of_a_tenant_that_was_served_more() -> None:
+def test_a_tenants_first_prompt_goes_before_the_half_computed_one_of_another() -> None:
+    """And goes on before them: the other has more rows."""
     cell = make_cell(make_spec(budget=8))
-    cell.submit(make_request("a", range(100, 140), tenant="a", max_tokens=1))
+    submit(cell, "a0", max_tokens=40)
+    cell.submit(make_request("a", range(40), tenant="a", max_tokens=1))
+    submit(cell, "a1")
+    assert new_prompts(cell) == [prompt_of("a0"), tuple(range(40))]
+    cell.submit(make_request("b", range(100, 121), tenant="b", max_tokens=1))
+    assert new_prompts(cell) == [tuple(range(100, 121))]  # 7 of its 21 tokens: one decodes
+    scheduled = []
+    for _ in range(3):
+        cell.apply()
+        rows = plan(cell).continued_rows
+        scheduled.append([(row.seq_id, row.num_scheduled_tokens) for row in rows if row.seq_id != 1])
+    assert scheduled == [[(4, 7)], [(4, 7)], [(2, 7)]]
+    cell.run_to_end()
+    cell.check_texts()
+
+
+def test_first_prompts_of_two_tenants_take_turns() -> None:
+    cell = make_cell(make_spec(budget=8))
+    cell.submit(make_request("a", range(40), tenant="a", max_tokens=1))
     plan(cell)
-    cell.submit(make_request("b", range(8), tenant="b", max_tokens=1))
-    second = plan(cell)
-    assert [row.token_ids for row in second.new_rows] == [tuple(range(8))]
-    assert second.continued_rows == []
+    cell.submit(make_request("b", range(100, 124), tenant="b", max_tokens=1))
+    assert new_prompts(cell) == [tuple(range(100, 124))]
+    scheduled = []
+    for _ in range(4):
+        cell.apply()
+        scheduled += [row.seq_id for row in plan(cell).continued_rows]
+    assert scheduled == [1, 1, 2, 1]  # a:b is 8:16, 16:16 (a is older), 24:16, 24:24
     cell.run_to_end()
     cell.check_texts()
 
