@@ -39,6 +39,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
 
 from scheduler_svc.core.kv_manager import KVManager
+from scheduler_svc.core.lane import Lane
 from scheduler_svc.core.sequence import Rank, Seq, SeqState, Tenant
 from scheduler_svc.core.types import TenantStats
 
@@ -133,15 +134,16 @@ class FairQueue:
         most = self._policy.max_running_seqs
         return most is not None and tenant.num_running_seqs >= most
 
-    def exceeds_kv_share(self, seq: Seq, kv: KVManager, rows: Sequence[Seq]) -> bool:
-        """Return whether `seq` and what its tenant has in a lane are more than its share of the lane's blocks.
+    def exceeds_kv_share(self, seq: Seq, lane: Lane) -> bool:
+        """Return whether `seq` and what its tenant has in the lane are more than its share of the lane's blocks.
 
         It is not while the tenant has nothing there.
         """
         share = self._policy.max_kv_share
         if share is None:
             return False
-        held = [kv.num_native_blocks(row) for row in rows if row.job.tenant is seq.job.tenant]
+        kv = lane.kv
+        held = [kv.num_native_blocks(row) for row in lane.rows() if row.job.tenant is seq.job.tenant]
         return bool(held) and sum(held) + kv.num_native_blocks(seq) > share * kv.pool.num_blocks
 
     def stats(self) -> list[TenantStats]:

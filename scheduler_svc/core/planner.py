@@ -187,7 +187,7 @@ class StepPlanner:
                     break
                 unfitting.append(seq)
                 continue
-            if len(state.lanes) > 1 and has_better_lane(seq, lane, len(hits), state.lanes.values(), state.index):
+            if len(state.lanes) > 1 and self._has_better_lane(seq, len(hits)):
                 continue
             self._bind(seq, hits)
             for passed in unfitting:
@@ -203,12 +203,16 @@ class StepPlanner:
                 return
             yield seq
 
+    def _has_better_lane(self, seq: Seq, num_hits: int) -> bool:
+        """Return whether `seq` should wait for another lane, one that its tenant's share does not close to it."""
+        lane, state = self._lane, self._state
+        others = (other for other in state.lanes.values() if not state.queue.exceeds_kv_share(seq, other))
+        return has_better_lane(seq, lane, num_hits, others, state.index)
+
     def _is_barred(self, seq: Seq) -> bool:
         """Return whether a limit of its tenant keeps `seq` out of the lane."""
         queue = self._state.queue
-        return queue.is_at_running_limit(seq.job.tenant) or queue.exceeds_kv_share(
-            seq, self._lane.kv, self._lane.rows()
-        )
+        return queue.is_at_running_limit(seq.job.tenant) or queue.exceeds_kv_share(seq, self._lane)
 
     def _bind(self, seq: Seq, hits: list[Block]) -> None:
         """Make a waiting sequence a row of the lane and schedule its first chunk."""

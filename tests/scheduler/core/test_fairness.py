@@ -331,6 +331,18 @@ def test_a_share_counts_the_room_that_blocks_take_in_their_formats() -> None:
     cell.run_to_end()
 
 
+def test_a_lane_that_a_share_closes_is_not_waited_for() -> None:
+    spec, fairness = make_spec(num_blocks=256, budget=500), FairnessPolicy(max_kv_share=0.5)
+    cell = make_cell(spec, num_lanes=2, fairness=fairness)
+    cell.submit(make_request("a0", range(400), tenant="a", max_tokens=30))
+    plan(cell, "w0")
+    cell.apply("w0")
+    cell.submit(make_request("a1", range(432), tenant="a", max_tokens=1))  # most of it is in w0
+    assert len(plan(cell, "w1").new_rows) == 1
+    cell.run_to_end()
+    cell.check_texts()
+
+
 def test_a_request_larger_than_its_tenants_share_runs_when_the_tenant_has_nothing_else() -> None:
     cell = make_cell(make_spec(num_blocks=16, budget=100), fairness=FairnessPolicy(max_kv_share=0.25))
     submit(cell, "a0")
