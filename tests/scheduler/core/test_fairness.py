@@ -288,6 +288,15 @@ def test_tenants_that_are_gone_leave_no_record() -> None:
     assert cell.scheduler.tenant_stats() == []
 
 
+def test_an_idle_cell_has_no_records() -> None:
+    cell = make_cell()
+    submit(cell, "a0", max_tokens=30)
+    submit(cell, "b0", max_tokens=1)
+    cell.run_to_end()
+    cell.expire()
+    assert cell.scheduler.tenant_stats() == []
+
+
 # ---- limits
 
 
@@ -371,6 +380,19 @@ def test_a_tenants_only_row_is_spared_while_another_has_several() -> None:
         cell.plan()
         cell.apply()
     assert (tenant(cell, "a").num_running_seqs, tenant(cell, "b").num_running_seqs) == (1, 1)
+    cell.run_to_end()
+    cell.check_texts()
+
+
+def test_who_holds_most_is_told_by_weight() -> None:
+    cell = make_cell(make_spec(num_blocks=13), fairness=FairnessPolicy({"a": 4.0}))
+    submit(cell, "b0 b1", max_tokens=24)
+    plan(cell)
+    submit(cell, "a0 a1 a2", max_tokens=24)
+    while not cell.scheduler.counters.preemptions:
+        cell.plan()
+        cell.apply()
+    assert (tenant(cell, "a").num_running_seqs, tenant(cell, "b").num_running_seqs) == (3, 1)
     cell.run_to_end()
     cell.check_texts()
 
