@@ -1,14 +1,15 @@
-"""Who is let in: nobody while the gateway drains, and no more than the cell's queue holds, known before tokenizing."""
+"""Who is let in: nobody while the gateway drains, and no more than the cell's queue holds, known before tokenizing.
+
+A tenant has room for so many requests; all together have twice that room, so nobody takes the last place from others.
+"""
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from gateway.errors import OverloadedError, UnavailableError
 from gateway.session import SchedulerSession
-
-# After the scheduler has refused a request, the next ones are refused here for this long, or until one has started.
-_REFUSAL_HOLDS_S = 0.25
 
 
 class Admission:
@@ -16,28 +17,30 @@ class Admission:
 
     def __init__(self, session: SchedulerSession) -> None:
         self._session = session
-        self._num_preparing = 0
+        self._num_preparing: Counter[str] = Counter()  # by tenant
         self._num_open = 0
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self.is_draining = False
 
     @contextmanager
-    def preparing(self, num_prompts: int) -> Iterator[None]:
-        """Hold places for prompts that are about to be tokenized and submitted.
+    def preparing(self, num_prompts: int, tenant: str) -> Iterator[None]:
+        """Hold places for prompts of a tenant that are about to be tokenized and submitted.
 
-        Raises UnavailableError while draining and OverloadedError when the queue is full.
+        Raises UnavailableError while draining and OverloadedError when the queue is full for the tenant.
         """
         if self.is_draining:
             raise UnavailableError("The server is shutting down.")
-        if self._is_full(num_prompts):
+        if self._is_full(num_prompts, tenant):
             raise OverloadedError("The server's queue is full: try again in a moment.")
-        self._num_preparing += num_prompts
+        self._num_preparing[tenant] += num_prompts
         self._note_idleness()
         try:
             yield
         finally:
-            self._num_preparing -= num_prompts
+            self._num_preparing[tenant] -= num_prompts
+            if not self._num_preparing[tenant]:
+                del self._num_preparing[tenant]
             self._note_idleness()
 
     def open(self) -> None:
@@ -66,12 +69,14 @@ class Admission:
         else:
             self._is_idle.set()
 
-    def _is_full(self, num_prompts: int) -> bool:
-        refusal_s = self._session.last_refusal_s
-        if refusal_s is not None and asyncio.get_running_loop().time() - refusal_s < _REFUSAL_HOLDS_S:
+    def _is_full(self, num_prompts: int, tenant: str) -> bool:
+        session = self._session
+        if session.was_refused(tenant):
             return True
         # What has not started is in the queue, or is a row whose prompt is being computed. The scheduler knows better,
         # and refuses by itself: this bound spares it, and the tokenizer, what is hopeless.
-        cell = self._session.require_cell()
-        bound = cell.max_queued_requests + cell.max_num_seqs
-        return self._num_preparing + self._session.num_unstarted + num_prompts > bound
+        cell = session.require_cell()
+        num_own = self._num_preparing[tenant] + session.num_unstarted_of(tenant) + num_prompts
+        num_all = self._num_preparing.total() + session.num_unstarted + num_prompts
+        most_own, most_all = cell.max_queued_requests, 2 * cell.max_queued_requests
+        return num_own > most_own + cell.max_num_seqs or num_all > most_all + cell.max_num_seqs

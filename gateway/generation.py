@@ -73,6 +73,7 @@ class Generation:
     def __init__(self, submit: scheduler_pb2.Submit, inbox: Inbox, deadline_s: float | None) -> None:
         """Take the request as it was first submitted, and the time on the loop's clock when it ends, if it does."""
         self.request_id: str = submit.request_id
+        self.tenant: str = submit.tenant
         self.deadline_s = deadline_s
         self.has_started = False  # a sequence has had a token, or has ended
         # Prompt tokens that the first attempt found cached: a repetition finds what the attempts before it computed.

@@ -29,6 +29,9 @@ _DEADLINE_CHECK_S = 0.5
 # The scheduler ends a request at its deadline; the gateway does so only when the scheduler is away.
 _DEADLINE_GRACE_S = 1.0
 _NUM_KEPT_ABORTS = 4096
+# After the scheduler has refused a tenant's request, its next ones are refused here for this long, or until one has
+# started.
+_REFUSAL_HOLDS_S = 0.25
 
 # Each connection is a new one: a dead TCP connection must not come back out of gRPC's pool.
 _CHANNEL_OPTIONS = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
@@ -50,7 +53,7 @@ class SchedulerSession:
         self._cell = scheduler_pb2.GetModelResponse()
         self._is_announced = False
         self._last_complaint = ""
-        self.last_refusal_s: float | None = None  # when the queue was full; None: a request has started since
+        self._refusals_s: dict[str, float] = {}  # when the queue was full, by tenant, the latest last
 
     @property
     def is_connected(self) -> bool:
@@ -61,6 +64,17 @@ class SchedulerSession:
     def num_unstarted(self) -> int:
         """How many submitted requests have had no token yet."""
         return sum(not generation.has_started for generation in self._generations.values())
+
+    def num_unstarted_of(self, tenant: str) -> int:
+        """Return how many of a tenant's submitted requests have had no token yet."""
+        return sum(
+            generation.tenant == tenant and not generation.has_started for generation in self._generations.values()
+        )
+
+    def was_refused(self, tenant: str) -> bool:
+        """Return whether the queue was full a moment ago for a tenant of whom no request has started since."""
+        refusal_s = self._refusals_s.get(tenant)
+        return refusal_s is not None and _now_s() - refusal_s < _REFUSAL_HOLDS_S
 
     @property
     def cell(self) -> scheduler_pb2.GetModelResponse | None:
@@ -179,9 +193,16 @@ class SchedulerSession:
                 logger.warning("tokens of %s are missing: asking for them again", run.request_id)
                 self._link.send(generation.submit_message(now_s))
             if not was_started and generation.has_started:
-                refused = run.error.code == common_pb2.ERROR_CODE_RESOURCE_EXHAUSTED
-                self.last_refusal_s = now_s if refused else None
+                self._refusals_s.pop(generation.tenant, None)
+                if run.error.code == common_pb2.ERROR_CODE_RESOURCE_EXHAUSTED:
+                    self._note_refusal(generation.tenant, now_s)
             self._drop_if_over(generation)
+
+    def _note_refusal(self, tenant: str, now_s: float) -> None:
+        """Note that the queue is full for a tenant, and forget what is past."""
+        self._refusals_s[tenant] = now_s
+        while now_s - self._refusals_s[oldest := next(iter(self._refusals_s))] >= _REFUSAL_HOLDS_S:
+            del self._refusals_s[oldest]
 
     def _abort_unheld(self, request_id: str) -> None:
         """Have the scheduler end a request that is not, or no longer, one of this gateway's."""

@@ -99,6 +99,31 @@ async def test_queue_that_is_full_refuses_before_tokenizing(cell: Cell, monkeypa
     assert (await cell.complete()).status_code == 200
 
 
+async def test_tenant_that_fills_the_queue_takes_no_place_from_another(cell: Cell) -> None:
+    """As long as all of them have less than twice a tenant's room, and known before tokenizing."""
+    limits = cell.scheduler.cell
+    bound = limits.max_queued_requests + limits.max_num_seqs
+    num_most = bound + limits.max_queued_requests
+    waiting = [asyncio.create_task(cell.complete(user="a")) for _ in range(bound)]
+    await submitted(cell, bound)
+    assert (await cell.complete(user="a")).status_code == 429
+    waiting += [asyncio.create_task(cell.complete(user=f"b{number % 2}")) for number in range(num_most - bound)]
+    await submitted(cell, num_most)
+    response = await cell.complete(user="c")
+    assert (response.status_code, response.headers["retry-after"]) == (429, "1")
+    assert len(cell.scheduler.submits) == num_most
+    for submit in cell.scheduler.submits:
+        cell.scheduler.session.run(submit.request_id, 0, [5], finish_reason=LENGTH, usage=make_usage())
+    assert {(await task).status_code for task in waiting} == {200}
+
+
+async def test_refusal_of_one_tenant_holds_for_no_other(cell: Cell) -> None:
+    cell.scheduler.on_submit = refuse_with(common_pb2.ERROR_CODE_RESOURCE_EXHAUSTED, "the queue is full")
+    for tenant in ("a", "b", "a"):
+        assert (await cell.complete(user=tenant)).status_code == 429
+    assert [submit.tenant for submit in cell.scheduler.submits] == ["a", "b"]
+
+
 async def test_refusal_by_the_scheduler_holds_for_the_next_requests(cell: Cell) -> None:
     cell.scheduler.on_submit = refuse_with(common_pb2.ERROR_CODE_RESOURCE_EXHAUSTED, "the queue is full")
     assert (await cell.complete()).status_code == 429
