@@ -388,11 +388,11 @@ def test_who_holds_most_is_told_by_weight() -> None:
     cell = make_cell(make_spec(num_blocks=13), fairness=FairnessPolicy({"a": 4.0}))
     submit(cell, "b0 b1", max_tokens=24)
     plan(cell)
-    submit(cell, "a0 a1 a2", max_tokens=24)
+    submit(cell, "a0 a1 a2 a3", max_tokens=24)
     while not cell.scheduler.counters.preemptions:
         cell.plan()
         cell.apply()
-    assert (tenant(cell, "a").num_running_seqs, tenant(cell, "b").num_running_seqs) == (3, 1)
+    assert (tenant(cell, "a").num_running_seqs, tenant(cell, "b").num_running_seqs) == (4, 1)
     cell.run_to_end()
     cell.check_texts()
 
