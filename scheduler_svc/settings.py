@@ -7,8 +7,8 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from protos.settings import ServiceSettings, TlsCa, TlsCert, TlsKey, TlsServerName
-from scheduler_svc.core.fairness import FairnessPolicy
 from scheduler_svc.core.precision import PrecisionError, PrecisionPolicy, parse_policy, policy_of_dtype
+from scheduler_svc.core.types import FairnessPolicy
 from scheduler_svc.index.redis_url import parse_redis_url
 
 

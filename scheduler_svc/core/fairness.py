@@ -34,23 +34,13 @@ beyond the share; where room is short their tenant is the one that gives way (`p
 """
 
 from bisect import insort
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heapreplace
 
 from scheduler_svc.core.kv_manager import KVManager
 from scheduler_svc.core.lane import Lane
 from scheduler_svc.core.sequence import Rank, Seq, SeqState, Tenant
-from scheduler_svc.core.types import TenantStats
-
-
-@dataclass(frozen=True, slots=True)
-class FairnessPolicy:
-    """What tenants are entitled to."""
-
-    weights: Mapping[str, float] = field(default_factory=dict)  # by tenant's name, above 0; 1 for all others
-    max_running_seqs: int | None = None  # of a tenant at once, in all lanes
-    max_kv_share: float | None = None  # of a lane's blocks, above 0 and up to 1
+from scheduler_svc.core.types import FairnessPolicy, TenantStats
 
 
 class FairQueue:

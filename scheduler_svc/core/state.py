@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
-from scheduler_svc.core.fairness import FairnessPolicy, FairQueue
+from scheduler_svc.core.fairness import FairQueue
 from scheduler_svc.core.lane import Lane
 from scheduler_svc.core.policy import SchedulingPolicy
 from scheduler_svc.core.precision import NATIVE_ONLY, PrecisionPolicy
 from scheduler_svc.core.sequence import Job, Seq, SeqState
-from scheduler_svc.core.types import Counters, LaneId, PrefixIndex, RequestId, SeqId
+from scheduler_svc.core.types import Counters, FairnessPolicy, LaneId, PrefixIndex, RequestId, SeqId
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,6 +131,15 @@ class LaneSpec:
         return {Format.NATIVE: self.blocks_per_slab, **self.quantized_blocks_per_slab}
 
 
+@dataclass(frozen=True, slots=True)
+class FairnessPolicy:
+    """What tenants are entitled to."""
+
+    weights: Mapping[str, float] = field(default_factory=dict)  # by tenant's name, above 0; 1 for all others
+    max_running_seqs: int | None = None  # of a tenant at once, in all lanes
+    max_kv_share: float | None = None  # of a lane's blocks, above 0 and up to 1
+
+
 class StepStatus(Enum):
     """How a step went."""
 

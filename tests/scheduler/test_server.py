@@ -15,7 +15,7 @@ from protos.channel import MissingTokenError
 from protos.scheduler_pb2_grpc import SchedulerStub
 from protos.settings import read_settings
 from scheduler_svc.__main__ import main
-from scheduler_svc.core.fairness import FairnessPolicy
+from scheduler_svc.core.types import FairnessPolicy
 from scheduler_svc.server import CannotListenError, SchedulerServer
 from scheduler_svc.settings import SchedulerSettings
 

@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from protos.block_hash import root_hash
-from scheduler_svc.core.fairness import FairnessPolicy
 from scheduler_svc.core.policy import SchedulingPolicy
 from scheduler_svc.core.precision import NATIVE_ONLY, PrecisionPolicy
 from scheduler_svc.core.scheduler import Scheduler
@@ -14,6 +13,7 @@ from scheduler_svc.core.types import (
     Delivered,
     EndingRules,
     Entry,
+    FairnessPolicy,
     FinishReason,
     Format,
     LaneId,

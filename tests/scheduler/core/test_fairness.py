@@ -2,10 +2,17 @@
 
 import pytest
 
-from scheduler_svc.core.fairness import FairnessPolicy
 from scheduler_svc.core.policy import MAX_PASSED_MS
 from scheduler_svc.core.precision import parse_policy
-from scheduler_svc.core.types import Delivered, ErrorCode, FinishReason, LaneId, SchedulerError, TenantStats
+from scheduler_svc.core.types import (
+    Delivered,
+    ErrorCode,
+    FairnessPolicy,
+    FinishReason,
+    LaneId,
+    SchedulerError,
+    TenantStats,
+)
 from tests.scheduler.core.helpers import (
     BLOCK_SIZE,
     Cell,

@@ -7,10 +7,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from scheduler_svc.core.ends import MAX_HOMELESS_MS
-from scheduler_svc.core.fairness import FairnessPolicy
 from scheduler_svc.core.policy import SchedulingPolicy
 from scheduler_svc.core.precision import NATIVE_ONLY, PrecisionPolicy, parse_policy
-from scheduler_svc.core.types import Delivered, Format, SchedulerError
+from scheduler_svc.core.types import Delivered, FairnessPolicy, Format, SchedulerError
 from tests.scheduler.core.helpers import Cell, expected_of, make_cell, make_mixed_spec, make_request, make_spec
 
 PRECISIONS = [
