@@ -13,6 +13,7 @@ usage: quire COMMAND [flags]
   chat       talk to a served model in the terminal
   key        make an API key for a tenant
   plan       how many sequences fit into a device's memory, in every KV format
+  eval       what KV precision policies cost in quality: perplexity, KL, accuracy, generated text
 
 quire COMMAND --help shows a command's flags; quire --version prints the version.
 """
@@ -34,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             become("gateway.key", rest)
         case ["plan", *rest]:
             become("worker_svc.plan", rest)
+        case ["eval", *rest]:
+            become("quire.eval", rest)
         case ["--version"]:
             print(f"quire {version('quire')}")
             return 0
