@@ -1,8 +1,9 @@
 """Programs that a model wrote, run where they can do little harm: a process of their own, with limits.
 
 The limits are on CPU time, memory, the size of files, processes and wall time; the folder it works in is temporary.
-Where the kernel permits it there is no network and no sight of other processes, and root's programs run as nobody. It
-keeps careless code from harm; against code that was written to break out, use a container or a machine of its own.
+Where the kernel permits it all other files are read-only, there is no network, no other process can be reached, and
+root's programs run as nobody. It keeps careless code from harm; against code that was written to break out, use a
+container or a machine of its own.
 """
 
 import contextlib
@@ -62,21 +63,23 @@ class Sandbox:
         try:
             with tempfile.TemporaryDirectory(prefix="quire-eval-", ignore_cleanup_errors=True) as folder:
                 os.chmod(folder, _FOLDER_MODE)
-                if self._runs_out_of_time(program, folder, writing, word):
-                    return Outcome.TIMED_OUT
+                exit_code = self._run_jail(program, folder, writing, word)
+            if exit_code is None or exit_code in _OUT_OF_CPU_TIME:
+                return Outcome.TIMED_OUT
+            told = b""
             with contextlib.suppress(BlockingIOError):
-                if os.read(reading, len(word)) == word.encode():
-                    return Outcome.PASSED
-            return Outcome.FAILED
+                told = os.read(reading, len(word))
+            # A child's word alone is not enough: it may go on where its parent has failed.
+            return Outcome.PASSED if exit_code == 0 and told == word.encode() else Outcome.FAILED
         finally:
             os.close(reading)
             os.close(writing)
 
-    def _runs_out_of_time(self, program: str, folder: str, fd: int, word: str) -> bool:
-        """Run the jail to its end, or to that of its time; return whether it was the latter."""
+    def _run_jail(self, program: str, folder: str, fd: int, word: str) -> int | None:
+        """Run the jail; return its exit code, None where it had to be stopped."""
         limits = (str(self.cpu_seconds), str(self.memory_bytes), self.isolation)
         process = subprocess.Popen(
-            [sys.executable, "-I", str(_JAIL), *limits, str(fd), word],
+            [sys.executable, "-I", "-S", str(_JAIL), *limits, str(fd), word],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -88,11 +91,11 @@ class Sandbox:
         try:
             process.communicate(program.encode(), timeout=self.cpu_seconds + _STARTUP_SECONDS)
         except subprocess.TimeoutExpired:
-            return True
+            return None
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # what it may have left behind
             process.wait()
             if process.stdin:
                 process.stdin.close()
-        return process.returncode in _OUT_OF_CPU_TIME
+        return process.returncode
