@@ -79,10 +79,10 @@ def measure_choices(
         rows = session.make_rows()
         bases = [rows.start(policy.policy) for policy in policies]
         num_shared = min(_num_common(questions[0].token_ids, each.token_ids[:-1]) for each in questions)
-        for _ in rows.run([(base, questions[0].token_ids[:num_shared]) for base in bases]):
-            pass
         batch_items = max(1, _BATCH_ROWS // (len(policies) * max(len(item.choices) for item in items)))
         with progress_bar(f"choices, {len(policies)} policies", len(due_idxs), "items") as bar:
+            for _ in rows.run([(base, questions[0].token_ids[:num_shared]) for base in bases]):
+                bar.refresh()
             for begin in range(0, len(due_idxs), batch_items):
                 batch = due_idxs[begin : begin + batch_items]
                 picks = pick_answers(rows, bases, num_shared, [questions[idx] for idx in batch])
