@@ -54,7 +54,8 @@ def _run(settings: EvalSettings, policies: list[NamedPolicy]) -> int:
         if settings.plot is not None:
             from quire.eval.plot import draw_curve  # brings matplotlib, which a table does not need
 
-            draw_curve(summaries, f"{settings.model}: KL over bytes of KV precision policies", settings.plot)
+            title = f"{settings.model}: KL in windows of {settings.window_tokens:,} tokens, over bytes of KV"
+            draw_curve(summaries, title, settings.plot)
     except (StartupError, ModelError, KernelError, OSError) as error:
         _complain(" ".join(str(error).split()))
         return 1

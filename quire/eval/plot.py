@@ -18,7 +18,7 @@ def draw_curve(summaries: Sequence[PolicySummary], title: str, path: Path) -> No
     panels = figure.subplots(1, len(LENGTHS_TOKENS), sharey=True)
     for axes, num_tokens in zip(panels, LENGTHS_TOKENS, strict=True):
         # Native, with a KL of 0, has no place on a logarithmic axis: it is a line at its bytes.
-        measured = [each for each in summaries if each.kl]
+        measured = [each for each in summaries if each.kl and each.kl > 0]
         _draw_series(axes, [each for each in measured if each.is_uniform], num_tokens, "o", "one format")
         _draw_series(axes, [each for each in measured if not each.is_uniform], num_tokens, "s", "by age")
         axes.axvline(summaries[0].sequence_bytes[num_tokens] / _MIB, color="gray", linestyle=":", label="native")

@@ -8,18 +8,21 @@ from scheduler_svc.core.precision import POLICY_OF_DTYPE, PrecisionError, Precis
 NATIVE = "native"
 CURVE = "curve"
 UNIFORM = ("int8", "fp8", "k8v4", "int4")
-# From the fewest wide blocks to the most; what `curve` stands for, besides the uniform ones.
+# What `curve` stands for besides: how many young blocks it takes to make up for narrow old ones.
 AGE_POLICIES = (
-    "native:1,int8:15,k8v4",
-    "native:1,int8:63,k8v4",
     "native:8,int8",
+    "native:1,int8:15,k8v4",
     "native:8,int8:32,k8v4",
+    "native:2,int4",
+    "native:4,int4",
+    "native:8,int4",
+    "native:1,int8:3,int4",
+    "native:1,int8:7,int4",
     "native:1,int8:15,int4",
     "native:4,int8:12,int4",
     "native:8,int8:32,int4",
     "native:16,int8:48,int4",
     "native:32,int8:64,int4",
-    "native:32,int8:128,int4",
 )
 
 

@@ -26,7 +26,7 @@ class EvalSettings(ServiceSettings):
     policies: str = Field(
         "int8 fp8 k8v4 int4 mixed",
         description="what is compared with native, blanks between: names of KV cache dtypes, policies such as "
-        "native:16,int8:48,int4, or curve, which stands for all names and ten policies more",
+        "native:16,int8:48,int4, or curve, which stands for all names and for policies by age between them",
     )
     tasks: str = Field(
         _DEFAULT_TASKS,
