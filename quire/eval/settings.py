@@ -58,7 +58,7 @@ class EvalSettings(ServiceSettings):
     examples: Path | None = Field(
         None, description="solved items that come before each question, as --items; none: those that come along"
     )
-    num_examples: int = Field(8, ge=0, description="how many of these are used")
+    num_examples: int | None = Field(None, ge=0, description="how many of these are used; none: all")
     answers: Literal["text", "letter"] = Field(
         "text", description="what of an answer is scored: its text, by log probability a character, or its letter"
     )
