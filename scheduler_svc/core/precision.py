@@ -26,7 +26,7 @@ POLICY_OF_DTYPE = {
     "fp8": "native:1,fp8",
     "k8v4": "native:1,k8v4",
     "int4": "native:1,int4",
-    "mixed": "native:1,int8:7,int4",
+    "mixed": "native:1,int8:3,int4",
 }
 
 
