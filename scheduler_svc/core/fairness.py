@@ -8,7 +8,8 @@ none is held back while there is room. With one tenant the order is that of rank
 *What is charged.* Each token once: of a prompt when a step computes it, of the output when it was sampled, both alike.
 Never what the prefix cache gave, nor what is computed again after a preemption, a loss or a restart. Output tokens are
 charged when their row crosses a block border or leaves its lane, so between borders a row costs nothing here; a counter
-is late by less than a block and two steps for each row.
+is late by less than a block and two steps for each row. A beam search is charged for the tokens of its live beams, once
+for every length, and counts as so many rows of its tenant as it may have beams.
 
 *Back from idle.* Whoever begins to wait starts at the virtual time at least: the counter at which a sequence was taken
 out of the queue last, or, with nobody waiting since, the counter of its tenant now. Of those that waited and could go
@@ -96,7 +97,7 @@ class FairQueue:
         self._virtual_time = max(self._virtual_time, tenant.counter)
         self._last_started = tenant
         self.remove(seq)
-        tenant.num_running_seqs += 1
+        tenant.num_running_seqs += seq.num_wanted_rows
 
     def in_turn(self, is_barred: Callable[[Seq], bool]) -> Iterator[Seq]:
         """Yield the sequences that wait now in the order in which a plan looks at them.
@@ -119,10 +120,10 @@ class FairQueue:
             else:
                 heapreplace(turns, turn)
 
-    def is_at_running_limit(self, tenant: Tenant) -> bool:
-        """Return whether the tenant has as many rows as it may have."""
+    def is_at_running_limit(self, tenant: Tenant, num_wanted_rows: int) -> bool:
+        """Return whether the tenant has so many rows that it may not have so many more."""
         most = self._policy.max_running_seqs
-        return most is not None and tenant.num_running_seqs >= most
+        return most is not None and tenant.num_running_seqs + num_wanted_rows > most
 
     def exceeds_kv_share(self, seq: Seq, lane: Lane) -> bool:
         """Return whether `seq` and what its tenant has in the lane are more than its share of the lane's blocks.
@@ -173,7 +174,8 @@ class FairQueue:
             own = [seq for seq in seqs if seq.job.tenant is tenant]
             assert all(seq.job.request.tenant == name for seq in own), "a sequence is charged to another"
             assert tenant.num_seqs == len(own)
-            assert tenant.num_running_seqs == sum(seq.state is SeqState.RUNNING for seq in own)
+            num_kept = sum(seq.state is SeqState.UNFORKED and seq.job.keeps_rows for seq in own)
+            assert tenant.num_running_seqs == num_kept + sum(seq.state is SeqState.RUNNING for seq in own)
             assert self._policy.max_running_seqs is None or tenant.num_running_seqs <= self._policy.max_running_seqs
             waiting = sorted((seq for seq in own if seq.state is SeqState.WAITING), key=_rank)
             assert tenant.waiting == waiting, "out of order"
@@ -221,9 +223,13 @@ def charge(seq: Seq, num_tokens: int) -> None:
     num_new = num_tokens - seq.num_charged_tokens
     if num_new > 0:
         seq.num_charged_tokens = num_tokens
-        tenant = seq.job.tenant
-        tenant.num_served_tokens += num_new
-        tenant.counter += num_new / tenant.weight
+        charge_tokens(seq.job.tenant, num_new)
+
+
+def charge_tokens(tenant: Tenant, num_tokens: int) -> None:
+    """Charge the tenant for tokens that it was served."""
+    tenant.num_served_tokens += num_tokens
+    tenant.counter += num_tokens / tenant.weight
 
 
 def spare(seq: Seq, num_tokens: int) -> None:
@@ -232,7 +238,7 @@ def spare(seq: Seq, num_tokens: int) -> None:
 
 
 def stop(seq: Seq) -> None:
-    """Close a row's account as it leaves its lane: what it sampled is charged."""
+    """Close the account of a row, or of one that a search kept, as it leaves its lane: what it sampled is charged."""
     seq.job.tenant.num_running_seqs -= 1
     if seq.num_output_tokens:  # else its prompt may be half computed, and was charged chunk by chunk
         charge(seq, len(seq.token_ids))
@@ -242,14 +248,21 @@ def pick_victim(rows: Sequence[Seq], kv: KVManager) -> Seq:
     """Return whom to preempt: the newest row of the tenant that holds most KV for its weight.
 
     Not of the most served: two tenants that preempt each other would overtake each other at every turn, and compute
-    their prompts again and again. A tenant's only row is spared while another has several, so the oldest row of all is
-    never preempted for others, and something always gets done. With one tenant it is the newest of the lowest priority.
+    their prompts again and again. A tenant's only row, or its only beam search, is spared while another has several,
+    so the oldest of all is never preempted for others, and something always gets done. With one tenant it is the newest
+    of the lowest priority.
     """
     held: dict[Tenant, list[Seq]] = {}
     for seq in rows:
         held.setdefault(seq.job.tenant, []).append(seq)
     if len(held) > 1:
-        several = [seqs for seqs in held.values() if len(seqs) > 1]
+        several = [seqs for seqs in held.values() if not _are_one(seqs)]
         if several:
             rows = max(several, key=lambda seqs: sum(map(kv.num_native_blocks, seqs)) / seqs[0].job.tenant.weight)
     return max(rows, key=_rank)
+
+
+def _are_one(rows: Sequence[Seq]) -> bool:
+    """Return whether rows come and go together: there is one, or they are the beams of one search."""
+    first = rows[0]
+    return len(rows) == 1 or (first.job.search is not None and all(row.job is first.job for row in rows))

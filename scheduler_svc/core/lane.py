@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from scheduler_svc.core.arena import format_of
 from scheduler_svc.core.block_pool import Block
 from scheduler_svc.core.kv_manager import Growth, KVManager, Relocation
-from scheduler_svc.core.sequence import Seq
+from scheduler_svc.core.sequence import Job, Seq
 from scheduler_svc.core.types import (
     BlockOps,
     ContinuedRow,
@@ -39,6 +39,7 @@ class Draft:
     rows: list[PlannedRow] = field(default_factory=list)
     settled: list[Seq] = field(default_factory=list)  # rows that take one token and ask nothing of their table
     growths: dict[SeqId, Growth] = field(default_factory=dict)  # only of rows whose table asks for operations
+    picked: dict[SeqId, int] = field(default_factory=dict)  # the tokens of beams, which the worker does not know
     preempted: set[SeqId] = field(default_factory=set)
 
     @property
@@ -75,6 +76,7 @@ class Draft:
             self.budget_tokens += 1
         self.budget_tokens += sum(num_tokens for other, _, num_tokens, _, _ in self.rows if other is seq)
         self.rows = [row for row in self.rows if row[0] is not seq]
+        self.picked.pop(seq.seq_id, None)
         growth = self.growths.pop(seq.seq_id, None)
         return [growth.copied[1]] if growth and growth.copied else []
 
@@ -111,6 +113,8 @@ class Lane:
     max_num_batched_tokens: int
     decoding: dict[SeqId, Seq] = field(default_factory=dict)  # rows whose known tokens are all planned
     prefilling: dict[SeqId, Seq] = field(default_factory=dict)
+    beams: dict[SeqId, Seq] = field(default_factory=dict)  # rows of beam searches that have computed their prompt
+    searches: dict[Job, None] = field(default_factory=dict)  # beam searches that have rows here
     in_flight: deque[PlannedStep] = field(default_factory=deque)
     finished_seq_ids: list[SeqId] = field(default_factory=list)  # rows that the worker still has
     restart: bool = False  # the worker skips steps until one is so marked
@@ -121,7 +125,12 @@ class Lane:
     @property
     def num_rows(self) -> int:
         """Sequences that run here."""
-        return len(self.decoding) + len(self.prefilling)
+        return len(self.decoding) + len(self.prefilling) + len(self.beams)
+
+    @property
+    def num_free_rows(self) -> int:
+        """Rows that may be taken: a beam search keeps those of the beams that it may still have."""
+        return self.max_num_seqs - self.num_rows - sum([len(job.unforked) for job in self.searches])
 
     @property
     def next_step_id(self) -> StepId:
@@ -130,7 +139,11 @@ class Lane:
 
     def rows(self) -> list[Seq]:
         """Return the sequences that run here."""
-        return [*self.decoding.values(), *self.prefilling.values()]
+        return [*self.decoding.values(), *self.prefilling.values(), *self.beams.values()]
+
+    def could_serve(self, seq: Seq) -> bool:
+        """Return whether the lane would have room for `seq` if nothing else ran here."""
+        return self.kv.can_hold(len(seq.token_ids)) and seq.num_wanted_rows <= self.max_num_seqs
 
     def can_plan(self) -> bool:
         """Return whether another step may be planned before one in flight has been applied."""
@@ -149,8 +162,11 @@ class Lane:
         """Take a row out; its blocks wait for the steps in flight. `seq` is as it was before it ran."""
         self.decoding.pop(seq.seq_id, None)
         self.prefilling.pop(seq.seq_id, None)
+        self.beams.pop(seq.seq_id, None)
         self.kv.release(seq, self.quarantine_end())
         seq.leave_lane()
+        if seq.job.search is not None and all(other.lane_id != self.lane_id for other in seq.job.seqs):
+            self.searches.pop(seq.job, None)
 
     def forget_row(self, seq: Seq) -> None:
         """Have the next step tell the worker to forget the row."""
@@ -188,6 +204,7 @@ class Lane:
             new_rows=new_rows,
             continued_rows=continued_rows,
             settled_seq_ids=[seq.seq_id for seq in draft.settled],
+            picked_tokens=_picked_tokens(draft, continued_rows),
             patches=patches + _patches(draft, continued_rows),
             seals=self.kv.new_seals,
             ops=_block_ops(draft, relocations),
@@ -212,6 +229,7 @@ class Lane:
         """Return the lane's figures."""
         pool, block_size = self.kv.pool, self.kv.block_size
         num_quarantined = pool.arena.in_native_blocks(pool.num_quarantined_of)
+        decoding = [*self.decoding.values(), *self.beams.values()]
         num_used = pool.num_blank + num_quarantined + pool.arena.in_native_blocks(pool.num_referenced)
         return LaneStats(
             lane_id=self.lane_id,
@@ -221,8 +239,8 @@ class Lane:
             num_cached_blocks=max(0, pool.num_blocks - num_used),
             num_quarantined_blocks=num_quarantined,
             num_referenced_blocks=tuple(pool.num_referenced),
-            num_allocated_slots=sum(len(seq.table) * block_size for seq in self.decoding.values()),
-            num_used_slots=sum(seq.num_computed_tokens for seq in self.decoding.values()),
+            num_allocated_slots=sum(len(seq.table) * block_size for seq in decoding),
+            num_used_slots=sum(seq.num_computed_tokens for seq in decoding),
             num_steps_in_flight=len(self.in_flight),
         )
 
@@ -264,6 +282,13 @@ def _patches(draft: Draft, continued_rows: Sequence[ContinuedRow]) -> list[Entry
         for seq_id, growth in draft.growths.items()
         if growth.copied and seq_id in continued
     ]
+
+
+def _picked_tokens(draft: Draft, continued_rows: Sequence[ContinuedRow]) -> list[tuple[SeqId, int]]:
+    """Return the tokens that the worker must be told; new rows carry all of theirs."""
+    if not draft.picked:
+        return []
+    return [(row.seq_id, draft.picked[row.seq_id]) for row in continued_rows if row.seq_id in draft.picked]
 
 
 def _block_ops(draft: Draft, relocations: Sequence[Relocation]) -> BlockOps:

@@ -1,6 +1,7 @@
 """What happens to rows when a worker, a step or a single row is lost: they start over, but not for ever."""
 
-from scheduler_svc.core.ends import end
+from scheduler_svc.core.beams import start_over
+from scheduler_svc.core.ends import end, end_whole
 from scheduler_svc.core.fairness import stop
 from scheduler_svc.core.lane import Lane, PlannedStep
 from scheduler_svc.core.policy import forget_passes
@@ -50,7 +51,7 @@ def fail_row(state: State, lane: Lane, row: FailedRow) -> list[TokenRun]:
     failed = state.seqs.get(row.seq_id)
     if failed is None or failed.seq_epoch != row.seq_epoch or failed.lane_id != lane.lane_id:
         return []
-    forked = [s for s in failed.job.seqs if s is not failed and s.lane_id == lane.lane_id and not s.num_output_tokens]
+    forked = [s for s in failed.job.seqs if s is not failed and s.lane_id == lane.lane_id and _shares_fate(s)]
     runs = _requeue(state, lane, failed, is_lost=True, error=row.error)
     for seq in forked:
         if seq.lane_id == lane.lane_id:
@@ -59,13 +60,20 @@ def fail_row(state: State, lane: Lane, row: FailedRow) -> list[TokenRun]:
 
 
 def _rows_at_stake(lane: Lane, seq_ids: set[SeqId]) -> set[SeqId]:
-    """Return which rows were being computed: those named, and those forked from a prompt that still was."""
-    prompts = {seq.job for seq in lane.rows() if seq.seq_id in seq_ids and not seq.num_output_tokens}
-    return seq_ids | {seq.seq_id for seq in lane.rows() if seq.job in prompts and not seq.num_output_tokens}
+    """Return which rows were being computed: those named, those forked from a prompt that still was, and all beams."""
+    jobs = {seq.job for seq in lane.rows() if seq.seq_id in seq_ids and _shares_fate(seq)}
+    return seq_ids | {seq.seq_id for seq in lane.rows() if seq.job in jobs and _shares_fate(seq)}
+
+
+def _shares_fate(seq: Seq) -> bool:
+    """Return whether a row and others of its request stand on the same computation."""
+    return not seq.num_output_tokens or seq.job.search is not None
 
 
 def _requeue(state: State, lane: Lane, seq: Seq, *, is_lost: bool, error: str = "") -> list[TokenRun]:
-    """Take a row off its lane to start over; one that was lost too often in a row ends instead."""
+    """Take a row off its lane to start over, a beam with its whole search; one lost too often in a row ends instead."""
+    if seq.job.search is not None:
+        return _requeue_search(state, lane, seq, is_lost=is_lost, error=error)
     seq.num_losses += is_lost
     if seq.num_losses >= MAX_LOSSES:
         # The prompt of a leader is that of the unforked, too: each of them would take three more workers with it.
@@ -76,6 +84,19 @@ def _requeue(state: State, lane: Lane, seq: Seq, *, is_lost: bool, error: str = 
     lane.remove(seq)
     lane.forget_row(seq)
     state.wait(seq)
+    return []
+
+
+def _requeue_search(state: State, lane: Lane, seq: Seq, *, is_lost: bool, error: str) -> list[TokenRun]:
+    """Let the search of a row start over, unless another of its rows had it do so."""
+    job, search = seq.job, seq.job.search
+    assert search is not None
+    if seq.lane_id != lane.lane_id:
+        return []
+    search.num_losses += is_lost
+    if search.num_losses >= MAX_LOSSES:
+        return end_whole(state, seq, FinishReason.ERROR, _poisoned(search.num_losses, error))
+    start_over(state, lane, job)
     return []
 
 

@@ -2,12 +2,14 @@
 
 blocks             before all else, what is put in another place or format
 decoding rows      one token each; where blocks are short, the newest row is preempted
+beams              likewise, the token that their search picked: after the result that it picked it by
 prefilling rows    the next chunk of their prompt, as far as there are places; all blocks were promised at admission
 waiting sequences  while rows, tokens and blocks are left, and nobody was preempted for this step
 """
 
 from collections.abc import Iterator
 
+from scheduler_svc.core.beams import start_over
 from scheduler_svc.core.block_pool import Block
 from scheduler_svc.core.ends import end_outgrown
 from scheduler_svc.core.fairness import charge, goes_before, pick_victim, prompt_order, spare, stop
@@ -71,6 +73,18 @@ class StepPlanner:
             growth = self._grow(seq)
             if growth is not None:
                 draft.add_row(seq, 1, growth)
+        self._plan_beams()
+
+    def _plan_beams(self) -> None:
+        """Schedule the token of every beam whose last result is in."""
+        lane = self._lane
+        for seq in list(lane.beams.values()):
+            if seq.seq_id not in lane.beams or seq.num_in_flight_tokens:  # preempted meanwhile, or not re-formed yet
+                continue
+            growth = self._grow(seq)
+            if growth is not None:
+                self.draft.add_row(seq, 1, growth)
+                self.draft.picked[seq.seq_id] = seq.token_ids[-1]
 
     def _grow(self, seq: Seq) -> Growth | None:
         """Get `seq` room for one more token, preempting the newest rows if need be; None: it sits this step out."""
@@ -85,26 +99,48 @@ class StepPlanner:
         kv, num_wanted_tokens = self._lane.kv, seq.num_computed_tokens + 1
         if kv.is_room_coming(seq):
             return False
-        victim = pick_victim(self._lane.rows(), kv)
-        is_alone = self._lane.num_rows == 1 and kv.can_hold(num_wanted_tokens)  # and yet this lane does not
-        if is_alone or not self._state.some_lane_holds(num_wanted_tokens):
+        if self._is_alone(seq) or not self._state.some_lane_holds(num_wanted_tokens):
             if not seq.num_in_flight_tokens:  # else that token may be its last
-                self.runs.append(end_outgrown(self._state, seq))
+                self._withdraw_search(seq)
+                self.runs += end_outgrown(self._state, seq)
             return False
+        victim = pick_victim(self._lane.rows(), kv)
         if victim is seq and seq.num_in_flight_tokens:
             return False  # likewise
         self._preempt(victim)
-        return victim is not seq
+        return seq.lane_id is not None
 
-    def _preempt(self, seq: Seq) -> None:
-        """Send a row back to the queue; it keeps its tokens and replays them. Its part in the draft is undone."""
+    def _is_alone(self, seq: Seq) -> bool:
+        """Return whether a row, or a beam search, has the lane for itself, and yet too little room."""
+        lane = self._lane
+        if seq.job.search is not None:
+            return all(row.job is seq.job for row in lane.rows())
+        return lane.num_rows == 1 and lane.kv.can_hold(seq.num_computed_tokens + 1)
+
+    def _preempt(self, victim: Seq) -> None:
+        """Send a row back to the queue; it keeps its tokens and replays them. Its part in the draft is undone.
+
+        A beam goes with its whole search, which starts over.
+        """
         lane = self._lane
         self._state.counters.preemptions += 1
+        if victim.job.search is not None:
+            self._withdraw_search(victim)
+            start_over(self._state, lane, victim.job)
+            return
+        self._withdraw(victim)
+        stop(victim)
+        lane.remove(victim)
+        self._state.wait(victim)
+
+    def _withdraw_search(self, seq: Seq) -> None:
+        """Undo what is in the draft of the search that a row belongs to, if it belongs to one."""
+        for beam in seq.job.beams:
+            self._withdraw(beam)
+
+    def _withdraw(self, seq: Seq) -> None:
         self.draft.preempted.add(seq.seq_id)
-        lane.kv.pool.release(self.draft.remove_row(seq), lane.quarantine_end())
-        stop(seq)
-        lane.remove(seq)
-        self._state.wait(seq)
+        self._lane.kv.pool.release(self.draft.remove_row(seq), self._lane.quarantine_end())
 
     def _plan_prefills(self) -> None:
         """Spend what is left of the budget on rows whose prompt is half computed, then on new ones.
@@ -142,6 +178,9 @@ class StepPlanner:
         charge(seq, seq.num_computed_tokens)
         if seq.num_computed_tokens == len(seq.token_ids):
             del lane.prefilling[seq.seq_id]
+            if seq.job.search is not None:
+                lane.beams[seq.seq_id] = seq
+                return True
             lane.decoding[seq.seq_id] = seq
             self._fork_unforked(seq)
         return True
@@ -154,7 +193,7 @@ class StepPlanner:
         """
         lane, job, queue = self._lane, parent.job, self._state.queue
         for child in job.unforked:
-            has_row = lane.num_rows < lane.max_num_seqs and not queue.is_at_running_limit(job.tenant)
+            has_row = lane.num_free_rows and not queue.is_at_running_limit(job.tenant, 1)
             if has_row and lane.kv.can_fork(parent, child):
                 lane.kv.fork(parent, child)
                 spare(child, child.num_prompt_tokens)
@@ -177,12 +216,13 @@ class StepPlanner:
         for seq in self._candidates(before):
             if len(unfitting) >= MAX_UNFITTING:
                 break
-            if not lane.kv.can_hold(len(seq.token_ids)):
+            if not lane.could_serve(seq):
                 continue  # another lane can, or one that will come
             hits = lane.kv.cached_prefix(seq)
             if lane.kv.awaits_prefix(seq, len(hits)):
                 continue
-            if not lane.kv.can_admit(seq, hits, watermark_blocks(lane, seq)):
+            has_rows = seq.num_wanted_rows <= lane.num_free_rows
+            if not has_rows or not lane.kv.can_admit(seq, hits, watermark_blocks(lane, seq)):
                 if keeps_lane(seq, lane.lane_id, self._now_ms):
                     break
                 unfitting.append(seq)
@@ -197,7 +237,7 @@ class StepPlanner:
         """Yield waiting sequences in turn while the lane has rows and tokens for one; see `_admit`."""
         lane, queue = self._lane, self._state.queue
         in_turn = queue.in_turn(self._is_barred)
-        while lane.num_rows < lane.max_num_seqs and self.draft.budget_tokens:
+        while lane.num_free_rows and self.draft.budget_tokens:
             seq = next(in_turn, None)
             if seq is None or (before is not None and not goes_before(seq.job.tenant, before)):
                 return
@@ -212,7 +252,8 @@ class StepPlanner:
     def _is_barred(self, seq: Seq) -> bool:
         """Return whether a limit of its tenant keeps `seq` out of the lane."""
         queue = self._state.queue
-        return queue.is_at_running_limit(seq.job.tenant) or queue.exceeds_kv_share(seq, self._lane)
+        is_at_limit = queue.is_at_running_limit(seq.job.tenant, seq.num_wanted_rows)
+        return is_at_limit or queue.exceeds_kv_share(seq, self._lane)
 
     def _bind(self, seq: Seq, hits: list[Block]) -> None:
         """Make a waiting sequence a row of the lane and schedule its first chunk."""
@@ -225,9 +266,12 @@ class StepPlanner:
         lane.kv.admit(seq, hits)
         spare(seq, seq.num_computed_tokens)
         lane.prefilling[seq.seq_id] = seq
+        if seq.job.search is not None:
+            lane.searches[seq.job] = None
         if seq.job.num_cached_tokens is None:
             seq.job.num_cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
             state.counters.prefix_cache_queries += seq.num_prompt_tokens
             state.counters.prefix_cache_hits += seq.job.num_cached_tokens
-            self.runs.append(seq.begun_run())
+            if seq.end is None:  # else it is a beam of which only others' answers are wanted
+                self.runs.append(seq.begun_run())
         self._plan_chunk(seq)

@@ -40,8 +40,10 @@ def forget_passes(seq: Seq) -> None:
 
 
 def watermark_blocks(lane: Lane, seq: Seq) -> int:
-    """Return how many blocks an admission leaves free: a tail for each running row.
+    """Return how many blocks an admission leaves free: a tail for each running row, and for each beam to come.
 
     For a sequence that was preempted it leaves four, so that it is not thrown out again sixteen steps later.
     """
-    return lane.num_rows * (1 if seq.seq_epoch == 0 else 4)
+    if not lane.num_rows:
+        return 0  # a beam search too may try, where it has the lane for itself
+    return (lane.num_rows + seq.num_wanted_rows - 1) * (1 if seq.seq_epoch == 0 else 4)

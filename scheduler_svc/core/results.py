@@ -1,5 +1,6 @@
 """What a step's result changes: blocks are sealed, tokens appended, sequences ended or, after a failure, begun anew."""
 
+from scheduler_svc.core.beams import take_top
 from scheduler_svc.core.ends import end
 from scheduler_svc.core.lane import Lane, PlannedStep
 from scheduler_svc.core.losses import fail_row, fail_step
@@ -46,6 +47,9 @@ def _take_tokens(state: State, sampled: SampledRows) -> list[TokenRun]:
     for seq_id, seq_epoch, token_ids, logprobs in sampled.rows():
         seq = seqs.get(seq_id)
         if seq is None or seq.seq_epoch != seq_epoch:
+            continue
+        if logprobs and seq.job.search is not None:  # log probabilities first: few rows have any
+            runs += take_top(state, seq, logprobs[0])
             continue
         run = seq.take(token_ids, logprobs)
         if run.finish_reason is not None:

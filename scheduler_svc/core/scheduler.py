@@ -61,14 +61,14 @@ class Scheduler:
         """
         state, config = self._state, self._state.config
         assert lane_id not in state.lanes
-        kv, budget_tokens = self._make_kv_manager(spec), self._budget_tokens(spec)
-        state.lanes[lane_id] = Lane(
+        budget_tokens = self._budget_tokens(spec)
+        lane = state.lanes[lane_id] = Lane(
             lane_id,
-            kv,
+            self._make_kv_manager(spec),
             max_num_seqs=min(spec.max_num_seqs, config.max_num_seqs, budget_tokens),
             max_num_batched_tokens=budget_tokens,
         )
-        return submission.learn_limits(state, spec, kv.max_seq_tokens)
+        return submission.learn_limits(state, lane, spec.max_model_len)
 
     def restore(self, lane_id: LaneId, seals: Iterable[Seal]) -> None:
         """Take over the sealed blocks of a worker's manifest, after add_lane and before the first plan."""

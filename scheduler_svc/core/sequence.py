@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from protos.block_hash import BlockHash, next_hash
+from scheduler_svc.core.beam_search import BeamSearch
 from scheduler_svc.core.block_pool import Block
 from scheduler_svc.core.precision import NATIVE_ONLY, PrecisionPolicy
 from scheduler_svc.core.types import (
@@ -25,6 +26,7 @@ from scheduler_svc.core.types import (
     SeqId,
     TokenIds,
     TokenRun,
+    TopLogprobs,
     Usage,
 )
 
@@ -34,7 +36,7 @@ Rank = tuple[int, int, int]
 class SeqState(Enum):
     """Where a sequence is."""
 
-    UNFORKED = "unforked"  # waits for its request's leader to compute the prompt
+    UNFORKED = "unforked"  # waits for its request's leader to compute the prompt, or for a beam to continue
     WAITING = "waiting"  # in the queue
     RUNNING = "running"  # a row of a lane
     FINISHED = "finished"
@@ -60,7 +62,11 @@ class Tenant:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request and its sequences. One of them, the leader, computes the prompt; the unforked then share its KV."""
+    """A request and its sequences. One of them, the leader, computes the prompt; the unforked then share its KV.
+
+    The sequences of a beam search are the rows that its beams may have. Which beam a sequence is changes from step to
+    step, and clients are told nothing of them before the search is over.
+    """
 
     request: Request
     arrival: int  # orders requests of one priority
@@ -69,6 +75,15 @@ class Job:
     unforked: list["Seq"] = field(default_factory=list)
     num_unfinished: int = 0
     num_cached_tokens: int | None = None  # prompt tokens found in the cache when the leader was first admitted
+    # Of a beam search:
+    search: BeamSearch | None = None
+    beams: list["Seq"] = field(default_factory=list)  # the rows of `search.live`; at first the leader
+    tops: dict["Seq", TopLogprobs] = field(default_factory=dict)  # results of this step, until all beams have theirs
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether it is a beam search that runs: rows are kept for its unforked sequences."""
+        return any(seq.lane_id is not None for seq in self.beams)
 
 
 @dataclass(slots=True, eq=False)
@@ -120,6 +135,16 @@ class Seq:
         """Output tokens that steps in flight will tell."""
         return max(0, self.num_computed_tokens + 1 - len(self.token_ids))
 
+    @property
+    def num_told_tokens(self) -> int:
+        """Output tokens of which clients may know: of a beam none."""
+        return self.num_output_tokens if self.job.search is None else 0
+
+    @property
+    def num_wanted_rows(self) -> int:
+        """Rows that a lane must have free to admit it: a beam search keeps one for each beam to come."""
+        return 1 if self.job.search is None else 1 + len(self.job.unforked)
+
     def block_hashes(self, block_size: int) -> list[BlockHash]:
         """Return the hashes of all full blocks of the known tokens. Do not change the list."""
         hashes = self._block_hashes
@@ -165,6 +190,17 @@ class Seq:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(token_ids) >= self.total_limit_tokens else None
 
+    def become_child(self, parent: "Seq", token_id: int) -> None:
+        """Have the tokens of another beam, and one more."""
+        self.token_ids = [*parent.token_ids, token_id]
+        self._block_hashes = parent._block_hashes.copy()
+
+    def drop_output(self) -> None:
+        """Have the prompt alone."""
+        del self.token_ids[self.num_prompt_tokens :]
+        self.num_charged_tokens = min(self.num_charged_tokens, self.num_prompt_tokens)
+        self._block_hashes = []
+
     def leave_lane(self) -> None:
         """Forget the row: its KV is given up, and what is in flight for it no longer counts."""
         self.seq_epoch += 1
@@ -175,15 +211,15 @@ class Seq:
 
     def usage(self) -> Usage:
         """Return the sequence's token counts so far."""
-        return Usage(self.num_prompt_tokens, self.job.num_cached_tokens or 0, self.num_output_tokens)
+        return Usage(self.num_prompt_tokens, self.job.num_cached_tokens or 0, self.num_told_tokens)
 
     def begun_run(self) -> TokenRun:
         """Return the run that tells the client that its request is being computed, without tokens."""
-        return self.run(self.num_output_tokens)._replace(usage=self.usage())
+        return self.run(self.num_told_tokens)._replace(usage=self.usage())
 
     def ended_run(self, reason: FinishReason, error: SchedulerError | None) -> TokenRun:
         """Return the terminal run of this sequence, without tokens, and keep it for a client that attaches again."""
-        self.end = self.run(self.num_output_tokens)._replace(finish_reason=reason, error=error, usage=self.usage())
+        self.end = self.run(self.num_told_tokens)._replace(finish_reason=reason, error=error, usage=self.usage())
         return self.end
 
     def replay(self, delivered: Delivered | None) -> list[TokenRun]:
@@ -191,7 +227,7 @@ class Seq:
         if delivered is not None and delivered.finish_reason is not None:
             return []
         first = len(delivered.token_ids) if delivered else 0
-        token_ids = self.token_ids[self.num_prompt_tokens + first :]
+        token_ids = self.token_ids[self.num_prompt_tokens + first : self.num_prompt_tokens + self.num_told_tokens]
         run = self.run(first, token_ids, self.logprobs[max(0, first - self.num_delivered_tokens) :])
         if self.end is not None:
             end = self.end

@@ -44,6 +44,7 @@ class State:
     # The largest of any lane that was ever here: without a lane requests wait for one like it.
     max_model_len: int | None = None
     max_seq_tokens: int | None = None  # that a pool can hold
+    max_lane_rows: int | None = None
 
     @property
     def num_running_seqs(self) -> int:
@@ -75,6 +76,9 @@ class State:
         for job in self.jobs.values():
             live = [seq for seq in job.seqs if seq.state is not SeqState.FINISHED]
             assert 0 < len(live) == job.num_unfinished
+            if job.search is not None:
+                self._check_search(job)
+                continue
             assert not job.unforked or any(not s.num_output_tokens for s in live if s not in unforked), "no leader"
         for seq in self.seqs.values():
             assert (seq.lane_id is not None) == (seq.state is SeqState.RUNNING)
@@ -82,9 +86,27 @@ class State:
         self.queue.check_integrity(tuple(self.seqs.values()))
         for lane in self.lanes.values():
             lane.kv.check_integrity(lane.rows())
-            assert lane.num_rows <= lane.max_num_seqs
+            assert lane.num_free_rows >= 0
+            assert set(lane.searches) == {seq.job for seq in lane.rows() if seq.job.search is not None}
+            for seq in lane.beams.values():
+                num_uncomputed = len(seq.token_ids) - seq.num_computed_tokens
+                assert num_uncomputed in (0, 1), "a beam looks ahead"
+                assert num_uncomputed or lane.in_flight or seq in seq.job.tops, "a beam's result never comes"
             for seq in lane.decoding.values():
                 num_ahead = seq.num_computed_tokens + 1 - len(seq.token_ids)
                 assert 0 <= num_ahead <= len(lane.in_flight), (
                     "a decoding row is one token ahead for each step in flight"
                 )
+
+    def _check_search(self, job: Job) -> None:
+        """Every sequence of a search is a beam, all of them in one place, or a row that is left."""
+        assert job.search is not None
+        assert len(job.beams) == len(job.search.live)
+        assert set(job.seqs) == {*job.beams, *job.unforked}
+        assert len(job.seqs) == len(job.beams) + len(job.unforked) == job.search.width
+        assert set(job.tops) < set(job.beams)
+        assert any(seq.end is None for seq in job.seqs), "nobody wants its answers"
+        first = job.beams[0]
+        assert all((seq.state, seq.lane_id) == (first.state, first.lane_id) for seq in job.beams)
+        for seq, beam in zip(job.beams, job.search.live, strict=True):
+            assert seq.token_ids[seq.num_prompt_tokens :] == list(beam.token_ids)

@@ -1,14 +1,17 @@
 """How requests come in: what can never be served is refused, the rest becomes a job of one sequence for each sample."""
 
-from scheduler_svc.core.ends import end
+from scheduler_svc.core import beams
+from scheduler_svc.core.beam_search import BeamSearch
+from scheduler_svc.core.ends import end, end_whole
 from scheduler_svc.core.fairness import spare
+from scheduler_svc.core.lane import Lane
 from scheduler_svc.core.sequence import Job, Seq, SeqState
 from scheduler_svc.core.state import State
 from scheduler_svc.core.types import (
+    BeamParams,
     Delivered,
     ErrorCode,
     FinishReason,
-    LaneSpec,
     Request,
     SchedulerError,
     SeqId,
@@ -28,26 +31,28 @@ def submit(state: State, request: Request) -> list[TokenRun]:
         return [run for seq in job.seqs for run in seq.replay(request.delivered.get(seq.sequence_idx))]
     if not request.is_resubmit:
         _check_queue(state, request)
-    _check_servable(state, len(request.prompt_token_ids))
+    _check_servable(state, request)
     arrival = next(state.arrivals) + (_RESUBMITTED if request.is_resubmit else 0)
     job = Job(request, arrival, state.queue.tenant(request.tenant))
-    runs = _add_seqs(state, job)
+    runs = _add_seqs(state, job) if request.beam_search is None else _add_search(state, job, request.beam_search)
     if job.num_unfinished:
         state.jobs[request.request_id] = job
     return runs
 
 
-def learn_limits(state: State, spec: LaneSpec, max_seq_tokens: int) -> list[TokenRun]:
+def learn_limits(state: State, lane: Lane, max_model_len: int) -> list[TokenRun]:
     """Note what a new lane can serve, and end what was queued before that was known and exceeds it; clamp the rest."""
-    max_model_len = state.max_model_len = max(state.max_model_len or 0, spec.max_model_len)
-    state.max_seq_tokens = max(state.max_seq_tokens or 0, max_seq_tokens)
+    max_model_len = state.max_model_len = max(state.max_model_len or 0, max_model_len)
+    state.max_seq_tokens = max(state.max_seq_tokens or 0, lane.kv.max_seq_tokens)
+    state.max_lane_rows = max(state.max_lane_rows or 0, lane.max_num_seqs)
     runs = []
     for seq in tuple(state.seqs.values()):
         seq.total_limit_tokens = min(seq.num_prompt_tokens + seq.ending.max_tokens, max_model_len)
         try:
-            _check_servable(state, seq.num_prompt_tokens)
+            _check_servable(state, seq.job.request)
         except SchedulerError as error:
-            runs.append(end(state, seq, FinishReason.ERROR, error))
+            if seq.state is not SeqState.FINISHED:  # with its search
+                runs += end_whole(state, seq, FinishReason.ERROR, error)
     return runs
 
 
@@ -64,8 +69,9 @@ def _check_queue(state: State, request: Request) -> None:
         )
 
 
-def _check_servable(state: State, num_prompt_tokens: int) -> None:
-    """Raise SchedulerError when a prompt can never be served by a lane like those seen so far."""
+def _check_servable(state: State, request: Request) -> None:
+    """Raise SchedulerError when a request can never be served by a lane like those seen so far."""
+    num_prompt_tokens = len(request.prompt_token_ids)
     if num_prompt_tokens == 0:
         raise SchedulerError(ErrorCode.INVALID_ARGUMENT, "the prompt is empty", "prompt")
     if state.max_model_len is not None and num_prompt_tokens >= state.max_model_len:
@@ -81,6 +87,17 @@ def _check_servable(state: State, num_prompt_tokens: int) -> None:
             f"the prompt has {num_prompt_tokens} tokens: the KV cache holds {state.max_seq_tokens}",
             "prompt",
         )
+    if request.beam_search is not None:
+        _check_width(state, request.n)
+
+
+def _check_width(state: State, width: int) -> None:
+    """Raise SchedulerError when a beam search can never have a row for each beam."""
+    limits = (("a worker", state.max_lane_rows), ("a tenant", state.config.fairness.max_running_seqs))
+    for owner, num_rows in limits:
+        if num_rows is not None and width > num_rows:
+            message = f"a beam search of width {width} is wider than the {num_rows} rows that {owner} may have"
+            raise SchedulerError(ErrorCode.INVALID_ARGUMENT, message, "n")
 
 
 def _add_seqs(state: State, job: Job) -> list[TokenRun]:
@@ -102,6 +119,21 @@ def _add_seqs(state: State, job: Job) -> list[TokenRun]:
         if reason is not None:
             runs.append(end(state, seq, reason))
     return runs
+
+
+def _add_search(state: State, job: Job, params: BeamParams) -> list[TokenRun]:
+    """Make the sequences of a beam search and queue it. It starts over, whatever of its answers was delivered."""
+    request = job.request
+    ends = [request.delivered[idx].finish_reason if idx in request.delivered else None for idx in range(request.n)]
+    if None not in ends:
+        return []
+    job.search = BeamSearch(params, request.n, len(request.prompt_token_ids), request.ending.stop_token_ids)
+    for sequence_idx, finish_reason in enumerate(ends):
+        _add_seq(state, job, sequence_idx, None)
+        if finish_reason is not None:
+            job.seqs[sequence_idx].ended_run(finish_reason, None)
+    beams.begin(state, job)
+    return []
 
 
 def _add_seq(state: State, job: Job, sequence_idx: int, delivered: Delivered | None) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from itertools import accumulate, pairwise, repeat
-from typing import NamedTuple, NewType, Protocol, TypeVar
+from typing import NamedTuple, NewType, Protocol, TypeVar, runtime_checkable
 
 from protos.block_hash import BlockHash
 
@@ -89,6 +89,14 @@ class Delivered:
 
 
 @dataclass(frozen=True, slots=True)
+class BeamParams:
+    """What a request that is a beam search asks for; the width of the search is the request's n."""
+
+    length_penalty: float = 1.0  # above 0 it favours long answers, below 0 short ones
+    num_logprobs: int | None = None  # alternatives that the client wants of each token; None: no log probabilities
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """A client's request: one prompt, n sequences."""
 
@@ -98,6 +106,7 @@ class Request:
     sampling: Opaque  # for the worker
     cache_root: BlockHash  # protos.block_hash.root_hash: only requests with the same root share blocks
     n: int = 1
+    beam_search: BeamParams | None = None  # its n sequences are the best that such a search finds
     tenant: str = ""
     priority: int = 0  # lower runs first
     deadline_ms: int | None = None
@@ -138,6 +147,19 @@ class FairnessPolicy:
     weights: Mapping[str, float] = field(default_factory=dict)  # by tenant's name, above 0; 1 for all others
     max_running_seqs: int | None = None  # of a tenant at once, in all lanes
     max_kv_share: float | None = None  # of a lane's blocks, above 0 and up to 1
+
+
+@runtime_checkable
+class TopLogprobs(Protocol):
+    """The likeliest tokens at a place, best first: what a row of a beam search brings beside its token."""
+
+    @property
+    def top_token_ids(self) -> Sequence[int]:
+        """Token ids, equally likely ones by id."""
+
+    @property
+    def top_logprobs(self) -> Sequence[float]:
+        """Their log probabilities."""
 
 
 class StepStatus(Enum):
@@ -266,6 +288,7 @@ class StepPlan:
     new_rows: Sequence[NewRow]
     continued_rows: Sequence[ContinuedRow]
     settled_seq_ids: Sequence[SeqId]  # rows that go on with one token and nothing else: most rows of most steps
+    picked_tokens: Sequence[tuple[SeqId, int]]  # of continued rows, in place of the tokens that the worker sampled
     patches: Sequence[EntryPatch]
     seals: Sequence[Seal]
     ops: BlockOps
@@ -281,6 +304,15 @@ class Usage:
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PickedLogprobs:
+    """Log probabilities of a token that a beam search picked."""
+
+    logprob: float
+    top: TopLogprobs
+    num_top: int  # so many of `top` are for the client
 
 
 class TokenRun(NamedTuple):

@@ -24,6 +24,22 @@ from scheduler_svc.core.types import (
 VOCAB_SIZE = 50
 
 
+@dataclass(frozen=True)
+class BeamSampling:
+    """What a worker is told of a row of a beam search."""
+
+    seed: int
+    num_top: int  # tokens that it reports with each that it samples
+
+
+@dataclass(frozen=True)
+class Top:
+    """The likeliest tokens at a place."""
+
+    top_token_ids: list[int]
+    top_logprobs: list[float]
+
+
 def fingerprint(before: int, token_id: int) -> int:
     """Fold one token into the fingerprint of the tokens before it."""
     return hash((before, token_id))
@@ -48,6 +64,39 @@ def expected_tokens(
     return output
 
 
+def top_of(prefix: int, seed: int, num_top: int) -> Top:
+    """Return the fake model's likeliest tokens after a prefix; some are equally likely."""
+    logprobs = {token_id: -(hash((prefix, seed, token_id)) % 200) / 20 for token_id in range(VOCAB_SIZE)}
+    best = sorted(logprobs, key=lambda token_id: (-logprobs[token_id], token_id))[:num_top]
+    return Top(best, [logprobs[token_id] for token_id in best])
+
+
+def expected_beams(
+    prompt: list[int], seed: int, width: int, length_penalty: float, max_tokens: int, stops: frozenset[int]
+) -> list[list[int]]:
+    """Return the answers of a beam search, best first: step by step until `max_tokens`, with nothing clever."""
+    live: list[tuple[list[int], float]] = [([], 0.0)]
+    completed: list[tuple[list[int], float]] = []
+    for _ in range(max_tokens):
+        candidates = []
+        for output, total in live:
+            prefix = 0
+            for token_id in [*prompt, *output]:
+                prefix = fingerprint(prefix, token_id)
+            top = top_of(prefix, seed, 2 * width)
+            for token_id, logprob in zip(top.top_token_ids, top.top_logprobs, strict=True):
+                candidates.append(([*output, token_id], total + logprob))
+        candidates.sort(key=lambda candidate: -candidate[1])  # stable: by beam, then by token id where that is equal
+        completed += [candidate for candidate in candidates if candidate[0][-1] in stops]
+        live = [candidate for candidate in candidates if candidate[0][-1] not in stops][:width]
+
+    def score(answer: tuple[list[int], float]) -> float:
+        num_tokens = len(prompt) + len(answer[0]) - (answer[0][-1] in stops)
+        return float(answer[1] / num_tokens**length_penalty)
+
+    return [output for output, _ in sorted([*completed, *live], key=score, reverse=True)[:width]]
+
+
 @dataclass
 class Row:
     token_ids: list[int]
@@ -55,7 +104,7 @@ class Row:
     num_computed_tokens: int
     num_scheduled_tokens: int
     seq_epoch: int
-    seed: int
+    sampling: int | BeamSampling  # a seed, or what a beam search needs
     sequence_idx: int
 
 
@@ -94,18 +143,30 @@ class FakeWorker:
             for seq_id in scheduled[: len(scheduled) // 2]:
                 self._forward(self.rows[seq_id])
             return StepResult(plan.step_id, StepStatus.FAILED, error="device on fire")
-        sampled: list[SeqId] = []
+        tops: dict[SeqId, Top | None] = {}
         for seq_id in scheduled:
             row = self.rows[seq_id]
             prefix = self._forward(row)
             if row.num_computed_tokens == len(row.token_ids):
-                row.token_ids.append(next_token(prefix, row.seed, row.sequence_idx))
-                sampled.append(seq_id)
-        rows = [self.rows[seq_id] for seq_id in sampled]
+                tops[seq_id] = self._sample(row, prefix)
+        rows = [self.rows[seq_id] for seq_id in tops]
         return StepResult(
             plan.step_id,
-            sampled=SampledRows(sampled, [row.seq_epoch for row in rows], [row.token_ids[-1] for row in rows]),
+            sampled=SampledRows(
+                list(tops),
+                [row.seq_epoch for row in rows],
+                [row.token_ids[-1] for row in rows],
+                logprobs=[0.0 if top is None else top for top in tops.values()] if any(tops.values()) else (),
+            ),
         )
+
+    def _sample(self, row: Row, prefix: int) -> Top | None:
+        if isinstance(row.sampling, int):
+            row.token_ids.append(next_token(prefix, row.sampling, row.sequence_idx))
+            return None
+        top = top_of(prefix, row.sampling.seed, row.sampling.num_top)
+        row.token_ids.append(top.top_token_ids[0])
+        return top
 
     def _update_mirror(self, plan: StepPlan) -> list[SeqId]:
         for seq_id in plan.finished_seq_ids:
@@ -120,6 +181,11 @@ class FakeWorker:
             row = self.rows[continued.seq_id]
             row.entries += continued.new_entries
             row.num_scheduled_tokens = continued.num_scheduled_tokens
+        for seq_id, token_id in plan.picked_tokens:
+            row = self.rows[seq_id]
+            assert any(continued.seq_id == seq_id for continued in plan.continued_rows)
+            assert len(row.token_ids) == row.num_computed_tokens + 1
+            row.token_ids[-1] = token_id
         for seq_id in plan.settled_seq_ids:
             self.rows[seq_id].num_scheduled_tokens = 1
         groups = (plan.resumed_rows, plan.new_rows, plan.continued_rows)
@@ -137,7 +203,7 @@ class FakeWorker:
 
     def _add(self, new: NewRow) -> None:
         assert new.seq_id not in self.rows
-        assert isinstance(new.sampling, int)
+        assert isinstance(new.sampling, int | BeamSampling)
         self.rows[new.seq_id] = Row(
             list(new.token_ids),
             list(new.entries),

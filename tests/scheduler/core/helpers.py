@@ -10,6 +10,7 @@ from scheduler_svc.core.precision import NATIVE_ONLY, PrecisionPolicy
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.state import SchedulerConfig
 from scheduler_svc.core.types import (
+    BeamParams,
     Delivered,
     EndingRules,
     Entry,
@@ -24,7 +25,7 @@ from scheduler_svc.core.types import (
     TokenRun,
 )
 from scheduler_svc.index.memory import MemoryIndex
-from tests.scheduler.core.fake_worker import FakeWorker, expected_tokens
+from tests.scheduler.core.fake_worker import BeamSampling, FakeWorker, expected_beams, expected_tokens
 
 BLOCK_SIZE = 4
 
@@ -35,6 +36,7 @@ def make_request(
     *,
     max_tokens: int = 8,
     n: int = 1,
+    beams: BeamParams | None = None,
     seed: int = 0,
     stops: Iterable[int] = (),
     min_tokens: int = 0,
@@ -51,9 +53,10 @@ def make_request(
         RequestId(name),
         tuple(prompt),
         EndingRules(max_tokens, min_tokens, frozenset(stops)),
-        seed,
+        seed if beams is None else BeamSampling(seed, 2 * n),
         root_hash(b"model", b"tenant" + tenant.encode(), salt),
         n=n,
+        beam_search=beams,
         tenant=tenant,
         priority=priority,
         deadline_ms=deadline_ms,
@@ -88,10 +91,12 @@ class Cell:
     in_flight: dict[LaneId, deque[StepPlan]] = field(default_factory=dict)
     requests: dict[RequestId, Request] = field(default_factory=dict)
     clients: dict[tuple[RequestId, int], Client] = field(default_factory=dict)
+    runs: list[TokenRun] = field(default_factory=list)  # all that came back
     now_ms: int = 0
 
     def take(self, runs: Iterable[TokenRun]) -> None:
         for run in runs:
+            self.runs.append(run)
             self.clients[run.request_id, run.sequence_idx].take(run)
         self.scheduler.check_integrity()
 
@@ -111,6 +116,8 @@ class Cell:
         self.requests[request.request_id] = request
         for sequence_idx in range(request.n):
             delivered = request.delivered.get(sequence_idx)
+            if delivered is not None and delivered.finish_reason is not None:
+                continue  # nothing more may come
             client = Client(list(delivered.token_ids) if delivered else [])
             self.clients.setdefault((request.request_id, sequence_idx), client)
         self.take(runs)
@@ -168,11 +175,13 @@ class Cell:
 
 
 def expected_of(request: Request, sequence_idx: int = 0) -> list[int]:
+    prompt, ending = list(request.prompt_token_ids), request.ending
+    if isinstance(request.sampling, BeamSampling):
+        assert request.beam_search is not None
+        seed, penalty = request.sampling.seed, request.beam_search.length_penalty
+        return expected_beams(prompt, seed, request.n, penalty, ending.max_tokens, ending.stop_token_ids)[sequence_idx]
     assert isinstance(request.sampling, int)
-    ending = request.ending
-    return expected_tokens(
-        list(request.prompt_token_ids), request.sampling, sequence_idx, ending.max_tokens, ending.stop_token_ids
-    )
+    return expected_tokens(prompt, request.sampling, sequence_idx, ending.max_tokens, ending.stop_token_ids)
 
 
 def make_spec(num_blocks: int = 64, *, max_num_seqs: int = 8, budget: int = 16, max_model_len: int = 1000) -> LaneSpec:

@@ -1,7 +1,9 @@
 """Samples of one request share the KV of its prompt."""
 
-from scheduler_svc.core.precision import parse_policy
-from scheduler_svc.core.types import Delivered, Entry, FinishReason
+import pytest
+
+from scheduler_svc.core.precision import NATIVE_ONLY, parse_policy
+from scheduler_svc.core.types import Delivered, Entry, FinishReason, Format, LaneId, LaneSpec
 from tests.scheduler.core.helpers import (
     entries,
     expected_of,
@@ -65,3 +67,23 @@ def test_sample_does_not_write_on_in_a_prompts_tail_that_another_narrowed() -> N
     assert len(second.ops.requantize) == 2
     cell.run_to_end()
     cell.check_texts()
+
+
+@pytest.mark.parametrize("policy", [None, "native:1,int8"])
+@pytest.mark.parametrize("n", [8, 16])
+def test_samples_hold_a_long_prompt_once_and_their_tails(n: int, policy: str | None) -> None:
+    num_prompt_tokens, max_tokens, block_size = 1000, 20, 16
+    quantized = {Format.INT8: 8} if policy else {}
+    spec = LaneSpec(400, 4, block_size, 16, 256, 2000, quantized)
+    cell = make_cell(spec, precision=parse_policy(policy) if policy else NATIVE_ONLY)
+    cell.submit(make_request("a", range(num_prompt_tokens), n=n, max_tokens=max_tokens))
+    most = 0
+    while cell.plan() is not None or any(cell.in_flight.values()):
+        cell.apply()
+        stats = cell.scheduler.lane_stats(LaneId("w0"))
+        most = max(most, sum(stats.num_referenced_blocks))
+    cell.check_texts()
+    num_shared = num_prompt_tokens // block_size
+    num_tail_blocks = -(-(num_prompt_tokens + max_tokens) // block_size) - num_shared
+    assert num_shared < most <= 1.1 * (num_shared + n * num_tail_blocks)
+    assert most < 0.3 * n * (num_shared + num_tail_blocks)  # that is what n prompts would take

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from scheduler_svc.core.ends import MAX_HOMELESS_MS
 from scheduler_svc.core.policy import SchedulingPolicy
 from scheduler_svc.core.precision import NATIVE_ONLY, PrecisionPolicy, parse_policy
-from scheduler_svc.core.types import Delivered, FairnessPolicy, Format, SchedulerError
+from scheduler_svc.core.types import BeamParams, Delivered, FairnessPolicy, FinishReason, Format, SchedulerError
 from tests.scheduler.core.helpers import Cell, expected_of, make_cell, make_mixed_spec, make_request, make_spec
 
 PRECISIONS = [
@@ -79,6 +79,7 @@ class CellMachine(RuleBasedStateMachine):
         prompt=prompts,
         max_tokens=st.integers(1, 12),
         n=st.integers(1, 3),
+        beams=st.sampled_from([None, None, BeamParams(), BeamParams(-1.0), BeamParams(2.5)]),
         seed=st.integers(0, 1),
         stops=st.frozensets(st.integers(0, 49), max_size=6),
         tenant=st.sampled_from(["a", "b", "c"]),
@@ -93,6 +94,7 @@ class CellMachine(RuleBasedStateMachine):
         prompt: list[int],
         max_tokens: int,
         n: int,
+        beams: BeamParams | None,
         seed: int,
         stops: frozenset[int],
         tenant: str,
@@ -108,6 +110,7 @@ class CellMachine(RuleBasedStateMachine):
             prompt,
             max_tokens=max_tokens,
             n=n,
+            beams=beams,
             seed=seed,
             stops=stops,
             tenant=tenant,
@@ -115,7 +118,9 @@ class CellMachine(RuleBasedStateMachine):
             skip_cache_read=skip_cache_read,
             floor=floor,
         )
-        if has_delivered:
+        if has_delivered and beams is not None:  # all of an answer, or nothing
+            request.delivered[0] = Delivered(tuple(expected_of(request)), FinishReason.STOP)
+        elif has_delivered:
             request.delivered[0] = Delivered(tuple(expected_of(request)[:num_delivered]))
         with suppress(SchedulerError):  # larger than the pool
             self.cell.submit(request)
