@@ -106,6 +106,10 @@ def _precision_floor(name: str | None) -> common_pb2.KvFormat.ValueType | None:
     return None if name is None else common_pb2.KvFormat.Value(f"KV_FORMAT_{name.upper()}")
 
 
+def _beam_search(request: GenerateRequest) -> scheduler_pb2.BeamSearch | None:
+    return scheduler_pb2.BeamSearch(length_penalty=request.length_penalty) if request.use_beam_search else None
+
+
 def _submit(
     request: GenerateRequest, tenant: str, request_id: str, token_ids: list[int], limits: Limits, param: str
 ) -> scheduler_pb2.Submit:
@@ -119,6 +123,7 @@ def _submit(
         priority=request.priority,
         cache_salt=request.cache_salt,
         kv_precision_floor=_precision_floor(request.kv_precision_floor),
+        beam_search=_beam_search(request),
     )
     if (num_bytes := submit.ByteSize()) > MAX_SUBMIT_BYTES:
         raise InvalidRequestError(

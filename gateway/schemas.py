@@ -25,6 +25,17 @@ MAX_STOP_STRING_CHARS = 4096
 # likeliest token alone.
 MIN_REPETITION_PENALTY = 0.01
 MIN_TOP_P = 1e-6
+MAX_LENGTH_PENALTY = 10  # as a power of the longest context's length it stays a float
+# Fields that a beam search cannot follow, and their values that ask for nothing. How tokens are drawn (temperature,
+# top_p and the like) is no matter to it, for it draws none.
+_NOT_IN_BEAM_SEARCH: Mapping[str, object] = {
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "logit_bias": {},
+    "min_tokens": 0,
+    "stop": [],
+}
 
 _INT64_MIN, _UINT64_MAX = -(2**63), 2**64 - 1
 _INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
@@ -44,7 +55,6 @@ _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
-    "length_penalty": (1, 1.0),
     "logits_processors": (),
     "modalities": (["text"],),
     "prompt_embeds": (),
@@ -56,7 +66,6 @@ _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "tool_choice": ("none", "auto"),
     "tools": (),
     "truncate_prompt_tokens": (),
-    "use_beam_search": (),
     "web_search_options": (),
 }
 
@@ -149,6 +158,8 @@ class GenerateRequest(_Body):
     priority: int = Field(0, ge=_INT32_MIN, le=_INT32_MAX)
     cache_salt: str = Field("", max_length=1024)
     user: str = Field("", max_length=MAX_TENANT_CHARS)  # without API keys: the tenant
+    use_beam_search: bool = False  # of width n
+    length_penalty: float = Field(1.0, ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)
     kv_precision_floor: Literal["native", "int8", "fp8", "k8v4", "int4"] | None = None
 
     @property
@@ -175,12 +186,22 @@ class GenerateRequest(_Body):
                 raise UnsupportedError(name)
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("`stream_options` is only allowed when `stream` is true.", "stream_options")
+        self._check_beam_search()
         limit = self.output_limit
         if limit is not None and self.min_tokens > limit:
             raise InvalidRequestError(
                 f"`min_tokens` ({self.min_tokens}) must not be greater than `max_tokens` ({limit}).", "min_tokens"
             )
         return self
+
+    def _check_beam_search(self) -> None:
+        if not self.use_beam_search:
+            if self.length_penalty != 1.0:
+                raise InvalidRequestError("`length_penalty` needs `use_beam_search` to be true.", "length_penalty")
+            return
+        for name, off in _NOT_IN_BEAM_SEARCH.items():
+            if getattr(self, name) != off:
+                raise UnsupportedError(name, f"`{name}` together with `use_beam_search`")
 
 
 class ChatMessage(BaseModel):

@@ -99,6 +99,7 @@ class Submit(_message.Message):
     SKIP_CACHE_READ_FIELD_NUMBER: _builtins.int
     IS_RESUBMIT_FIELD_NUMBER: _builtins.int
     KV_PRECISION_FLOOR_FIELD_NUMBER: _builtins.int
+    BEAM_SEARCH_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     n: _builtins.int
     """sequences, at least 1; index 0 .. n - 1"""
@@ -127,6 +128,12 @@ class Submit(_message.Message):
     def delivered(self) -> _containers.RepeatedCompositeFieldContainer[Global___Delivered]:
         """at most one an index; absent: nothing was delivered"""
 
+    @_builtins.property
+    def beam_search(self) -> Global___BeamSearch:
+        """A beam search of width n; its n best answers are the sequences, the best one index 0. All of an answer comes in one
+        run, with its end. How tokens are drawn and penalized does not count, nor does min_tokens.
+        """
+
     def __init__(
         self,
         *,
@@ -142,21 +149,46 @@ class Submit(_message.Message):
         skip_cache_read: _builtins.bool = ...,
         is_resubmit: _builtins.bool = ...,
         kv_precision_floor: _common_pb2.KvFormat.ValueType | None = ...,
+        beam_search: Global___BeamSearch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_kv_precision_floor", b"_kv_precision_floor", "_remaining_deadline_ms", b"_remaining_deadline_ms", "kv_precision_floor", b"kv_precision_floor", "remaining_deadline_ms", b"remaining_deadline_ms", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_beam_search", b"_beam_search", "_kv_precision_floor", b"_kv_precision_floor", "_remaining_deadline_ms", b"_remaining_deadline_ms", "beam_search", b"beam_search", "kv_precision_floor", b"kv_precision_floor", "remaining_deadline_ms", b"remaining_deadline_ms", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_kv_precision_floor", b"_kv_precision_floor", "_remaining_deadline_ms", b"_remaining_deadline_ms", "cache_salt", b"cache_salt", "delivered", b"delivered", "is_resubmit", b"is_resubmit", "kv_precision_floor", b"kv_precision_floor", "n", b"n", "priority", b"priority", "remaining_deadline_ms", b"remaining_deadline_ms", "request_id", b"request_id", "sampling", b"sampling", "skip_cache_read", b"skip_cache_read", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beam_search", b"_beam_search", "_kv_precision_floor", b"_kv_precision_floor", "_remaining_deadline_ms", b"_remaining_deadline_ms", "beam_search", b"beam_search", "cache_salt", b"cache_salt", "delivered", b"delivered", "is_resubmit", b"is_resubmit", "kv_precision_floor", b"kv_precision_floor", "n", b"n", "priority", b"priority", "remaining_deadline_ms", b"remaining_deadline_ms", "request_id", b"request_id", "sampling", b"sampling", "skip_cache_read", b"skip_cache_read", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__beam_search: _TypeAlias = _typing.Literal["beam_search"]  # noqa: Y015
+    _WhichOneofArgType__beam_search: _TypeAlias = _typing.Literal["_beam_search", b"_beam_search"]  # noqa: Y015
     _WhichOneofReturnType__kv_precision_floor: _TypeAlias = _typing.Literal["kv_precision_floor"]  # noqa: Y015
     _WhichOneofArgType__kv_precision_floor: _TypeAlias = _typing.Literal["_kv_precision_floor", b"_kv_precision_floor"]  # noqa: Y015
     _WhichOneofReturnType__remaining_deadline_ms: _TypeAlias = _typing.Literal["remaining_deadline_ms"]  # noqa: Y015
     _WhichOneofArgType__remaining_deadline_ms: _TypeAlias = _typing.Literal["_remaining_deadline_ms", b"_remaining_deadline_ms"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__beam_search) -> _WhichOneofReturnType__beam_search | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__kv_precision_floor) -> _WhichOneofReturnType__kv_precision_floor | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__remaining_deadline_ms) -> _WhichOneofReturnType__remaining_deadline_ms | None: ...
 
 Global___Submit: _TypeAlias = Submit  # noqa: Y015
+
+@_typing.final
+class BeamSearch(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LENGTH_PENALTY_FIELD_NUMBER: _builtins.int
+    length_penalty: _builtins.float
+    """a score is the log probability / (tokens of prompt and output ** length_penalty)"""
+    def __init__(
+        self,
+        *,
+        length_penalty: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["length_penalty", b"length_penalty"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BeamSearch: _TypeAlias = BeamSearch  # noqa: Y015
 
 @_typing.final
 class Delivered(_message.Message):
@@ -520,7 +552,7 @@ class GetModelResponse(_message.Message):
     kv_capacity_tokens: _builtins.int
     """of the largest lane: a longer sequence can never be held"""
     max_queued_requests: _builtins.int
-    """bound of the waiting queue, in sequences"""
+    """sequences of a tenant that may wait; of all tenants twice as many"""
     @_builtins.property
     def model(self) -> _common_pb2.ModelInfo:
         """absent until a worker has registered"""

@@ -63,6 +63,7 @@ def request_from_wire(
     Raises SchedulerError when it names a KV format that this version does not know.
     """
     sampling = submit.sampling
+    is_beam_search = submit.HasField("beam_search")
     eos_token_ids = () if sampling.ignore_eos else model.eos_token_ids
     has_deadline = submit.HasField("remaining_deadline_ms")
     return types.Request(
@@ -73,9 +74,10 @@ def request_from_wire(
             min_tokens=sampling.min_tokens,
             stop_token_ids=frozenset((*sampling.stop_token_ids, *eos_token_ids)),
         ),
-        sampling=sampling,
+        sampling=_beam_sampling(submit) if is_beam_search else sampling,
         cache_root=root_hash(model.fingerprint, salt, submit.cache_salt),
         n=submit.n,
+        beam_search=_beam_params(submit) if is_beam_search else None,
         tenant=submit.tenant,
         priority=submit.priority,
         deadline_ms=now_ms + submit.remaining_deadline_ms if has_deadline else None,
@@ -89,6 +91,29 @@ def request_from_wire(
             )
             for delivered in submit.delivered
         },
+    )
+
+
+def _beam_params(submit: scheduler_pb2.Submit) -> types.BeamParams:
+    sampling = submit.sampling
+    num_logprobs = sampling.num_logprobs if sampling.HasField("num_logprobs") else None
+    return types.BeamParams(submit.beam_search.length_penalty, num_logprobs)
+
+
+def _beam_sampling(submit: scheduler_pb2.Submit) -> common_pb2.SamplingParams:
+    """Return what a worker is told of each beam: to report twice as many tokens as there are beams.
+
+    The token that it samples does not count.
+    """
+    sampling = submit.sampling
+    return common_pb2.SamplingParams(
+        top_p=1.0,
+        repetition_penalty=1.0,
+        seed=sampling.seed,
+        max_tokens=sampling.max_tokens,
+        ignore_eos=sampling.ignore_eos,
+        stop_token_ids=sampling.stop_token_ids,
+        num_logprobs=max(2 * submit.n, sampling.num_logprobs),
     )
 
 
@@ -109,9 +134,15 @@ def _precision_floor(submit: scheduler_pb2.Submit) -> types.Format | None:
 
 
 def logprobs_to_wire(logprobs: object) -> common_pb2.TokenLogprobs:
-    """Return the message of one token's logprobs, as `step_result_from_wire` gave them to the core."""
+    """Return the message of one token's logprobs: as `step_result_from_wire` gave them to the core, or of a beam's."""
     if isinstance(logprobs, common_pb2.TokenLogprobs):
         return logprobs
+    if isinstance(logprobs, types.PickedLogprobs):
+        return common_pb2.TokenLogprobs(
+            logprob=logprobs.logprob,
+            top_token_ids=logprobs.top.top_token_ids[: logprobs.num_top],
+            top_logprobs=logprobs.top.top_logprobs[: logprobs.num_top],
+        )
     assert isinstance(logprobs, float), logprobs
     return common_pb2.TokenLogprobs(logprob=logprobs)
 
@@ -149,6 +180,9 @@ def step_to_wire(plan: types.StepPlan, lane_epoch: int) -> worker_pb2.StepReques
         request.patches.entries.extend([patch.entry for patch in plan.patches])
     if plan.continued_rows or plan.settled_seq_ids:
         _fill_continued(request.continued, plan.continued_rows, plan.settled_seq_ids)
+    if plan.picked_tokens:
+        request.continued.token_seq_ids.extend([seq_id for seq_id, _ in plan.picked_tokens])
+        request.continued.token_ids.extend([token_id for _, token_id in plan.picked_tokens])
     if plan.seals:
         request.seals.CopyFrom(seals_to_wire(plan.seals))
     if plan.ops.zero:

@@ -19,7 +19,7 @@ def apply_result(state: State, lane: Lane, result: StepResult) -> list[TokenRun]
             runs += fail_row(state, lane, failed)
         _seal(state, lane, step)
         lane.kv.end_step(step.step_id, step.relocations)
-        runs += _take_tokens(state, result.sampled)
+        runs += _take_tokens(state, lane, result.sampled)
     elif result.status is StepStatus.FAILED:
         runs = fail_step(state, lane, step, result.error)
     lane.kv.pool.end_quarantine(step.step_id)
@@ -40,16 +40,16 @@ def _seal(state: State, lane: Lane, step: PlannedStep) -> None:
             lane.kv.commit(seq, num_computed_tokens)
 
 
-def _take_tokens(state: State, sampled: SampledRows) -> list[TokenRun]:
+def _take_tokens(state: State, lane: Lane, sampled: SampledRows) -> list[TokenRun]:
     """Append sampled tokens to their sequences; returns what is new of each."""
     runs: list[TokenRun] = []
-    seqs = state.seqs
+    seqs, beams = state.seqs, lane.beams
     for seq_id, seq_epoch, token_ids, logprobs in sampled.rows():
         seq = seqs.get(seq_id)
         if seq is None or seq.seq_epoch != seq_epoch:
             continue
-        if logprobs and seq.job.search is not None:  # log probabilities first: few rows have any
-            runs += take_top(state, seq, logprobs[0])
+        if beams and seq_id in beams:
+            runs += take_top(state, seq, logprobs[0] if logprobs else None)
             continue
         run = seq.take(token_ids, logprobs)
         if run.finish_reason is not None:

@@ -4,7 +4,16 @@ from typing import Any
 import pytest
 
 from protos import common_pb2
-from tests.gateway.fakes import MODEL_NAME, VOCAB_SIZE, Cell, answer_with, end_token_id, make_byte_level_tokenizer
+from tests.gateway.fakes import (
+    MODEL_NAME,
+    VOCAB_SIZE,
+    Cell,
+    answer_with,
+    end_token_id,
+    make_byte_level_tokenizer,
+    make_logprobs,
+    make_usage,
+)
 from tests.gateway.test_chat import events_of
 
 END_ID = end_token_id()
@@ -159,3 +168,56 @@ async def test_special_tokens_show_on_request(cell: Cell) -> None:
 async def test_ids_of_the_model_that_are_no_tokens_have_no_text(cell: Cell) -> None:
     cell.scheduler.on_submit = answer_with([*cell.ids("the"), VOCAB_SIZE - 1, *cell.ids(" fox")])
     assert (await cell.complete()).json()["choices"][0]["text"] == "the fox"
+
+
+def answer_beams(cell: Cell, texts: list[str]) -> None:
+    """Answer a beam search as the scheduler does: all of an answer in one run, with its end."""
+
+    def answer(session: Any, submit: Any) -> None:
+        session.run(submit.request_id, 0, [], usage=make_usage())
+        for index, text in enumerate(texts):
+            token_ids = cell.ids(text)
+            fields: dict[str, Any] = {"index": index, "usage": make_usage(len(token_ids))}
+            if submit.sampling.HasField("num_logprobs"):
+                fields["logprobs"] = [make_logprobs(token_id, submit.sampling.num_logprobs) for token_id in token_ids]
+            reason = common_pb2.FINISH_REASON_LENGTH
+            session.run(submit.request_id, 0, token_ids, finish_reason=reason, **fields)
+
+    cell.scheduler.on_submit = answer
+
+
+async def test_beam_search_is_asked_for_with_its_width_and_length_penalty(cell: Cell) -> None:
+    answer_beams(cell, ["the quick", "the lazy dog"])
+    response = await cell.complete("hello", use_beam_search=True, n=2, length_penalty=0.5, temperature=0.7, top_p=0.9)
+    submit = cell.scheduler.submits[0]
+    assert (submit.n, submit.beam_search.length_penalty) == (2, 0.5)
+    assert [(choice["index"], choice["text"]) for choice in response.json()["choices"]] == [
+        (0, "the quick"),
+        (1, "the lazy dog"),
+    ]
+    assert response.json()["usage"]["completion_tokens"] == len(cell.ids("the quick")) + len(cell.ids("the lazy dog"))
+    await cell.complete("hello", use_beam_search=True)
+    submit = cell.scheduler.submits[1]
+    assert (submit.n, submit.beam_search.length_penalty) == (1, 1.0)
+    await cell.complete("hello", use_beam_search=False, length_penalty=1)
+    assert not cell.scheduler.submits[2].HasField("beam_search")
+
+
+async def test_beam_search_that_is_streamed_sends_each_answer_whole(cell: Cell) -> None:
+    answer_beams(cell, ["the quick", "the lazy dog"])
+    *payloads, _done = events_of(await cell.complete("hello", use_beam_search=True, n=2, stream=True))
+    choices = [json.loads(payload)["choices"][0] for payload in payloads]
+    assert [(choice["index"], choice["text"], choice["finish_reason"]) for choice in choices] == [
+        (0, "the quick", None),
+        (0, "", "length"),
+        (1, "the lazy dog", None),
+        (1, "", "length"),
+    ]
+
+
+async def test_beam_search_has_logprobs_on_request(cell: Cell) -> None:
+    answer_beams(cell, ["the quick"])
+    answer = (await cell.complete("hello", use_beam_search=True, logprobs=1)).json()
+    logprobs = answer["choices"][0]["logprobs"]
+    assert "".join(logprobs["tokens"]) == "the quick"
+    assert logprobs["token_logprobs"] == [-0.5] * len(cell.ids("the quick"))

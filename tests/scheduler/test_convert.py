@@ -6,6 +6,7 @@ from protos import common_pb2, scheduler_pb2, worker_pb2
 from protos.block_hash import HASH_BYTES, BlockHash
 from scheduler_svc import convert
 from scheduler_svc.core.types import (
+    BeamParams,
     BlockOps,
     ContinuedRow,
     Entry,
@@ -13,6 +14,7 @@ from scheduler_svc.core.types import (
     FinishReason,
     Format,
     NewRow,
+    PickedLogprobs,
     ResumedRow,
     SchedulerError,
     Seal,
@@ -26,9 +28,8 @@ from .fake_worker import EOS_TOKEN_ID, make_model
 
 
 def make_plan(**parts: object) -> StepPlan:
-    empty: dict[str, object] = dict.fromkeys(
-        ("finished_seq_ids", "resumed_rows", "new_rows", "continued_rows", "settled_seq_ids", "patches", "seals"), ()
-    )
+    rows = ("finished_seq_ids", "resumed_rows", "new_rows", "continued_rows", "settled_seq_ids", "picked_tokens")
+    empty: dict[str, object] = dict.fromkeys((*rows, "patches", "seals"), ())
     fields: dict[str, object] = {"step_id": StepId(1), "restart": False, "ops": BlockOps()}
     return StepPlan(**(fields | empty | parts))  # type: ignore[arg-type]
 
@@ -97,6 +98,32 @@ def test_a_requests_precision_floor_is_a_format_that_is_known() -> None:
     assert caught.value.param == "kv_precision_floor"
 
 
+def test_beam_search_has_its_rows_report_twice_its_width() -> None:
+    submit = make_submit(n=4)
+    submit.sampling.MergeFrom(common_pb2.SamplingParams(temperature=0.7, ignore_eos=True, stop_token_ids=[8], seed=3))
+    assert convert.request_from_wire(submit, make_model(), "", now_ms=0).beam_search is None
+    submit.beam_search.length_penalty = 0.5
+    request = convert.request_from_wire(submit, make_model(), "", now_ms=0)
+    assert request.beam_search == BeamParams(0.5, num_logprobs=None)
+    assert request.ending.stop_token_ids == {8}
+    sampling = request.sampling
+    assert isinstance(sampling, common_pb2.SamplingParams)
+    assert (sampling.num_logprobs, sampling.temperature, sampling.repetition_penalty) == (8, 0.0, 1.0)
+    assert not submit.sampling.HasField("num_logprobs")
+    # A client that wants more alternatives than that gets them.
+    submit.sampling.num_logprobs = 20
+    request = convert.request_from_wire(submit, make_model(), "", now_ms=0)
+    assert request.beam_search == BeamParams(0.5, num_logprobs=20)
+    assert isinstance(request.sampling, common_pb2.SamplingParams)
+    assert request.sampling.num_logprobs == 20
+
+
+def test_logprobs_of_a_beams_token_are_cut_to_what_the_client_wants() -> None:
+    top = common_pb2.TokenLogprobs(top_token_ids=[5, 9, 2], top_logprobs=[-0.5, -1.5, -2.5])
+    wire = convert.logprobs_to_wire(PickedLogprobs(-1.5, top, num_top=1))
+    assert wire == common_pb2.TokenLogprobs(logprob=-1.5, top_token_ids=[5], top_logprobs=[-0.5])
+
+
 def test_delivered_is_by_index() -> None:
     submit = make_submit(n=3)
     submit.delivered.add(index=1, token_ids=[4, 5])
@@ -125,6 +152,7 @@ def test_step_carries_every_part() -> None:
         resumed_rows=[ResumedRow(SeqId(3), 2, 9, [Entry(16), Entry(24)], 4, 5)],
         continued_rows=[ContinuedRow(SeqId(4), 1, (Entry(32),)), ContinuedRow(SeqId(5), 6)],
         settled_seq_ids=[SeqId(6), SeqId(7)],
+        picked_tokens=[(SeqId(5), 44)],
         patches=[EntryPatch(SeqId(4), 0, Entry(40))],
         seals=[Seal(Entry(48), BlockHash(b"h" * HASH_BYTES))],
         ops=BlockOps(
@@ -140,6 +168,7 @@ def test_step_carries_every_part() -> None:
     assert (new.seq_id, new.seq_epoch, list(new.token_ids), new.num_prompt_tokens) == (2, 1, [5, 6, 7], 3)
     assert (list(new.entries), new.num_computed_tokens, new.num_scheduled_tokens) == ([8], 0, 3)
     assert (new.sequence_idx, new.sampling) == (1, sampling)
+    assert (list(request.continued.token_seq_ids), list(request.continued.token_ids)) == ([5], [44])
     (resumed,) = request.resumed_rows
     assert (resumed.seq_id, resumed.seq_epoch, resumed.num_tokens, list(resumed.entries)) == (3, 2, 9, [16, 24])
     assert (resumed.num_computed_tokens, resumed.num_scheduled_tokens) == (4, 5)
