@@ -5,7 +5,7 @@ prefix that ends there. So a wrong block, a missed copy, an early reuse or a sta
 keep the fingerprint, but a slab that is written in another format than before loses what it held.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from scheduler_svc.core.types import (
@@ -74,16 +74,33 @@ def top_of(prefix: int, seed: int, num_top: int) -> Top:
 def expected_beams(
     prompt: list[int], seed: int, width: int, length_penalty: float, max_tokens: int, stops: frozenset[int]
 ) -> list[list[int]]:
-    """Return the answers of a beam search, best first: step by step until `max_tokens`, with nothing clever."""
+    """Return the answers of an undisturbed beam search, best first."""
+
+    def top_after(token_ids: list[int]) -> Top:
+        prefix = 0
+        for token_id in token_ids:
+            prefix = fingerprint(prefix, token_id)
+        return top_of(prefix, seed, 2 * width)
+
+    answers = plain_beam_search(prompt, top_after, width, length_penalty, max_tokens, stops)
+    return [output for output, _ in answers]
+
+
+def plain_beam_search(
+    prompt: list[int],
+    top_after: Callable[[list[int]], Top],
+    width: int,
+    length_penalty: float,
+    max_tokens: int,
+    stops: frozenset[int],
+) -> list[tuple[list[int], float]]:
+    """Search step by step until `max_tokens`, with nothing clever; return outputs and log probabilities, best first."""
     live: list[tuple[list[int], float]] = [([], 0.0)]
     completed: list[tuple[list[int], float]] = []
     for _ in range(max_tokens):
         candidates = []
         for output, total in live:
-            prefix = 0
-            for token_id in [*prompt, *output]:
-                prefix = fingerprint(prefix, token_id)
-            top = top_of(prefix, seed, 2 * width)
+            top = top_after([*prompt, *output])
             for token_id, logprob in zip(top.top_token_ids, top.top_logprobs, strict=True):
                 candidates.append(([*output, token_id], total + logprob))
         candidates.sort(key=lambda candidate: -candidate[1])  # stable: by beam, then by token id where that is equal
@@ -94,7 +111,7 @@ def expected_beams(
         num_tokens = len(prompt) + len(answer[0]) - (answer[0][-1] in stops)
         return float(answer[1] / num_tokens**length_penalty)
 
-    return [output for output, _ in sorted([*completed, *live], key=score, reverse=True)[:width]]
+    return sorted([*completed, *live], key=score, reverse=True)[:width]
 
 
 @dataclass
