@@ -125,6 +125,14 @@ def test_equal_candidates_go_by_beam_and_then_by_token() -> None:
     assert [cell.output("a", idx) for idx in range(2)] == [[3, 1], [3, 2]]
 
 
+def test_only_twice_the_width_counts_of_what_a_row_reports() -> None:
+    # A client may want more alternatives. With the third token the longer answer would be the better one.
+    cell = make_scripted_cell(Top([1, 2, 5], [-1.0, -1.1, -1.2]), Top([5, 6], [-0.0, -9.0]))
+    cell.submit(make_search(n=1, max_tokens=3, stops=(1, 2), beams=BeamParams(10.0)))
+    cell.run_to_end()
+    assert cell.output("a") == [1]
+
+
 def test_logprobs_come_with_the_answers_where_they_are_wanted() -> None:
     cell = make_cell()
     cell.submit(make_search(n=2, max_tokens=3, beams=BeamParams(num_logprobs=1)))
