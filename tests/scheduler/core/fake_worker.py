@@ -8,6 +8,7 @@ keep the fingerprint, but a slab that is written in another format than before l
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from protos.block_hash import BlockHash
 from scheduler_svc.core.types import (
     BlockId,
     Entry,
@@ -131,6 +132,7 @@ class FakeWorker:
     rows: dict[SeqId, Row] = field(default_factory=dict)
     slots: dict[tuple[BlockId, int], int] = field(default_factory=dict)
     slab_formats: dict[int, Format] = field(default_factory=dict)
+    sealed: dict[BlockHash, int | None] = field(default_factory=dict)  # what each hash stands for
     num_copies: int = 0
     num_requantized: int = 0
     is_skipping: bool = False
@@ -259,6 +261,8 @@ class FakeWorker:
         for seal in plan.seals:
             contents = [self._read(seal.entry, offset) for offset in range(self.block_size)]
             assert None not in contents, "a block is sealed that is not full"
+            sealed = self.sealed.setdefault(seal.block_hash, contents[-1])
+            assert sealed == contents[-1], "a hash stands for different contents"
 
     def _read(self, entry: Entry, offset: int) -> int | None:
         if self.slab_formats.get(_block(entry) // 256) is not _format(entry):

@@ -176,6 +176,20 @@ def test_prompt_is_served_from_the_cache() -> None:
     assert usage.num_cached_tokens == 8
 
 
+def test_its_answers_are_found_in_the_cache() -> None:
+    for seed in range(3):
+        cell = make_cell(make_spec(num_blocks=200))
+        cell.submit(make_search(seed=seed, max_tokens=24))
+        cell.run_to_end()
+        for idx in range(3):
+            known = [*range(10), *cell.output("a", idx)]
+            cell.submit(make_request(f"after {idx}", known, max_tokens=1))
+            cell.run_to_end()
+            usage = cell.end(f"after {idx}").usage
+            assert usage is not None
+            assert usage.num_cached_tokens == (len(known) - 1) // 4 * 4
+
+
 # ---- its rows and tables
 
 
@@ -392,13 +406,18 @@ def test_model_with_too_few_tokens_for_the_width_is_an_error() -> None:
 # ---- it starts over
 
 
-def test_preemption_takes_all_its_rows_and_it_starts_over() -> None:
-    cell = make_cell(make_spec(num_blocks=12))
-    cell.submit(make_request("old", range(40, 44), max_tokens=24))
+@pytest.mark.parametrize("num_blocks", [9, 11])
+@pytest.mark.parametrize("num_old_tokens", [2, 6, 9])
+def test_preemption_takes_all_its_rows_and_it_starts_over(num_blocks: int, num_old_tokens: int) -> None:
+    # Whichever beam it is that finds no block, and whoever has to make room for whom.
+    cell = make_cell(make_spec(num_blocks=num_blocks))
+    cell.submit(make_request("old", range(40, 40 + num_old_tokens), max_tokens=24))
     cell.submit(make_search(max_tokens=12))
-    cell.run_to_end()
+    while cell.plan() is not None:
+        cell.apply()
     assert cell.scheduler.counters.preemptions > 0
-    check_answers(cell)
+    assert cell.end("old").finish_reason is FinishReason.LENGTH
+    cell.run_to_end()
     cell.check_texts()
 
 
