@@ -454,10 +454,13 @@ def test_failed_step_has_it_start_over() -> None:
     check_answers(cell)
 
 
-def test_failed_row_has_the_whole_search_start_over() -> None:
+@pytest.mark.parametrize("aborted_idxs", [[], [0]])  # then it starts over with another row
+def test_failed_row_has_the_whole_search_start_over(aborted_idxs: list[int]) -> None:
     cell = make_cell()
     cell.submit(make_search())
     step(cell)
+    for sequence_idx in aborted_idxs:
+        cell.abort("a", sequence_idx)
     planned = plan(cell)
     cell.in_flight[LaneId("w0")].popleft()
     result = cell.workers[LaneId("w0")].run(planned)
@@ -467,7 +470,8 @@ def test_failed_row_has_the_whole_search_start_over() -> None:
     )
     assert cell.scheduler.num_running_seqs == 0
     cell.run_to_end()
-    check_answers(cell)
+    cell.check_texts()
+    assert cell.end("a", 2).finish_reason is FinishReason.LENGTH
 
 
 def test_search_lost_too_often_without_getting_further_ends_with_an_error() -> None:
