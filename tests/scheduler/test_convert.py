@@ -101,9 +101,9 @@ def test_a_requests_precision_floor_is_a_format_that_is_known() -> None:
 def test_beam_search_has_its_rows_report_twice_its_width() -> None:
     submit = make_submit(n=4)
     submit.sampling.MergeFrom(common_pb2.SamplingParams(temperature=0.7, ignore_eos=True, stop_token_ids=[8], seed=3))
-    assert convert.request_from_wire(submit, make_model(), "", now_ms=0).beam_search is None
+    assert convert.request_from_wire(submit, make_model(), b"", now_ms=0).beam_search is None
     submit.beam_search.length_penalty = 0.5
-    request = convert.request_from_wire(submit, make_model(), "", now_ms=0)
+    request = convert.request_from_wire(submit, make_model(), b"", now_ms=0)
     assert request.beam_search == BeamParams(0.5, num_logprobs=None)
     assert request.ending.stop_token_ids == {8}
     sampling = request.sampling
@@ -112,7 +112,7 @@ def test_beam_search_has_its_rows_report_twice_its_width() -> None:
     assert not submit.sampling.HasField("num_logprobs")
     # A client that wants more alternatives than that gets them.
     submit.sampling.num_logprobs = 20
-    request = convert.request_from_wire(submit, make_model(), "", now_ms=0)
+    request = convert.request_from_wire(submit, make_model(), b"", now_ms=0)
     assert request.beam_search == BeamParams(0.5, num_logprobs=20)
     assert isinstance(request.sampling, common_pb2.SamplingParams)
     assert request.sampling.num_logprobs == 20

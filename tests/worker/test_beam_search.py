@@ -66,7 +66,7 @@ def search(runner: StepRunner, *submits: scheduler_pb2.Submit) -> dict[str, list
     scheduler = Scheduler(SchedulerConfig(), MemoryIndex())
     scheduler.add_lane(LANE, SPEC)
     for submit in submits:
-        scheduler.submit(convert.request_from_wire(submit, common_pb2.ModelInfo(fingerprint=b"m"), "", now_ms=0))
+        scheduler.submit(convert.request_from_wire(submit, common_pb2.ModelInfo(fingerprint=b"m"), b"", now_ms=0))
     answers: dict[str, list[TokenRun]] = {submit.request_id: [] for submit in submits}
     while (planned := scheduler.plan(LANE, 0)[0]) is not None:
         result = runner.run(convert.step_to_wire(planned, lane_epoch=1))

@@ -14,6 +14,7 @@ from scheduler_svc.core.types import (
     Entry,
     ErrorCode,
     FailedRow,
+    FairnessPolicy,
     FinishReason,
     LaneId,
     PickedLogprobs,
@@ -518,3 +519,52 @@ def test_search_of_which_all_was_delivered_is_not_made_again() -> None:
     cell.submit(search)
     assert cell.plan() is None
     assert cell.scheduler.request_ids() == set()
+
+
+# ---- among tenants
+
+
+@pytest.mark.parametrize("num_losses", [0, 2])
+def test_tenant_is_charged_once_for_the_prompt_and_for_each_token_of_a_beam(num_losses: int) -> None:
+    cell = make_cell()
+    cell.submit(make_search(tenant="t"))
+    for loss in range(num_losses):
+        for _ in range(3):
+            step(cell, f"w{loss}")
+        cell.drop_lane(f"w{loss}")
+        cell.add_lane(f"w{loss + 1}", make_spec())
+    while (stats := cell.scheduler.tenant_stats()) and stats[0].num_running_seqs + stats[0].num_waiting_seqs:
+        served = stats[0].num_served_tokens
+        step(cell, f"w{num_losses}")
+    # The last step's, for the eighth tokens, are charged as it ends.
+    assert served == 10 + 3 * 7
+
+
+def test_search_counts_as_so_many_rows_of_its_tenant_as_it_may_have() -> None:
+    cell = make_cell(fairness=FairnessPolicy(max_running_seqs=3))
+    cell.submit(make_search(tenant="t"))
+    cell.submit(make_request("b", range(20, 26), tenant="t", max_tokens=4))
+    cell.submit(make_request("c", range(30, 36), tenant="u", max_tokens=4))
+    step(cell)
+    assert cell.scheduler.num_running_seqs == 4  # the three beams, and the other tenant's
+    cell.run_to_end()
+    check_answers(cell)
+    cell.check_texts()
+    with pytest.raises(SchedulerError, match="width 4 is wider than the 3 rows that a tenant may have"):
+        cell.submit(make_search("d", n=4))
+
+
+def test_oldest_search_is_never_preempted_for_other_tenants() -> None:
+    cell = make_cell(make_spec(num_blocks=16))
+    cell.submit(make_search(tenant="t", max_tokens=14))
+    for idx in range(4):
+        cell.submit(make_request(f"b{idx}", range(20 + idx, 26 + idx), tenant=f"u{idx}", max_tokens=20))
+    steps = []
+    while cell.clients[RequestId("a"), 0].end is None:
+        steps.append(step(cell))
+    prompts = [row for planned in steps for row in planned.new_rows if row.token_ids == tuple(range(10))]
+    assert len(prompts) == 1
+    check_answers(cell)
+    assert cell.scheduler.counters.preemptions > 0
+    cell.run_to_end()
+    cell.check_texts()
