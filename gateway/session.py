@@ -31,7 +31,7 @@ _DEADLINE_GRACE_S = 1.0
 _NUM_KEPT_ABORTS = 4096
 # After the scheduler has refused a tenant's request, its next ones are refused here for this long, or until one has
 # started.
-_REFUSAL_HOLDS_S = 0.25
+REFUSAL_HOLDS_S = 0.25
 
 # Each connection is a new one: a dead TCP connection must not come back out of gRPC's pool.
 _CHANNEL_OPTIONS = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
@@ -74,7 +74,7 @@ class SchedulerSession:
     def was_refused(self, tenant: str) -> bool:
         """Return whether the queue was full a moment ago for a tenant of whom no request has started since."""
         refusal_s = self._refusals_s.get(tenant)
-        return refusal_s is not None and _now_s() - refusal_s < _REFUSAL_HOLDS_S
+        return refusal_s is not None and _now_s() - refusal_s < REFUSAL_HOLDS_S
 
     @property
     def cell(self) -> scheduler_pb2.GetModelResponse | None:
@@ -201,7 +201,7 @@ class SchedulerSession:
     def _note_refusal(self, tenant: str, now_s: float) -> None:
         """Note that the queue is full for a tenant, and forget what is past."""
         self._refusals_s[tenant] = now_s
-        while now_s - self._refusals_s[oldest := next(iter(self._refusals_s))] >= _REFUSAL_HOLDS_S:
+        while now_s - self._refusals_s[oldest := next(iter(self._refusals_s))] >= REFUSAL_HOLDS_S:
             del self._refusals_s[oldest]
 
     def _abort_unheld(self, request_id: str) -> None:

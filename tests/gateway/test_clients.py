@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway import session
 from protos import common_pb2, scheduler_pb2
 from tests.gateway.fakes import (
     Cell,
@@ -117,6 +118,12 @@ async def test_tenant_that_fills_the_queue_takes_no_place_from_another(cell: Cel
     assert {(await task).status_code for task in waiting} == {200}
 
 
+@pytest.fixture
+def _refusals_hold_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "REFUSAL_HOLDS_S", 60.0)
+
+
+@pytest.mark.usefixtures("_refusals_hold_long")
 async def test_refusal_of_one_tenant_holds_for_no_other(cell: Cell) -> None:
     cell.scheduler.on_submit = refuse_with(common_pb2.ERROR_CODE_RESOURCE_EXHAUSTED, "the queue is full")
     for tenant in ("a", "b", "a"):
@@ -124,6 +131,7 @@ async def test_refusal_of_one_tenant_holds_for_no_other(cell: Cell) -> None:
     assert [submit.tenant for submit in cell.scheduler.submits] == ["a", "b"]
 
 
+@pytest.mark.usefixtures("_refusals_hold_long")
 async def test_refusal_by_the_scheduler_holds_for_the_next_requests(cell: Cell) -> None:
     cell.scheduler.on_submit = refuse_with(common_pb2.ERROR_CODE_RESOURCE_EXHAUSTED, "the queue is full")
     assert (await cell.complete()).status_code == 429
