@@ -110,10 +110,11 @@ class CellCollector(Collector):
         yield from self._totals(stats)
         yield self._gauge("vllm:num_requests_running", "Sequences that are being computed.", stats.num_running_seqs)
         yield self._gauge("vllm:num_requests_waiting", "Sequences that wait for a worker.", stats.num_waiting_seqs)
+        num_serving = sum(not lane.draining for lane in stats.lanes)
         usage = _kv_usage(stats.lanes)
         yield self._gauge("vllm:kv_cache_usage_perc", "Share of KV blocks that sequences hold, 0 to 1.", usage)
         yield self._gauge("vllm:gpu_cache_usage_perc", "The older name of vllm:kv_cache_usage_perc.", usage)
-        yield self._gauge("quire_workers", "Workers that can serve.", len(stats.lanes))
+        yield self._gauge("quire_workers", "Workers that take requests.", num_serving)
         yield self._gauge("quire_scheduler_uptime_seconds", "Since the scheduler started.", stats.uptime_ms / 1000)
         yield from _lane_metrics(stats.lanes)
         if stats.HasField("shared_index"):

@@ -200,6 +200,7 @@ class SchedulerSession:
 
     def _note_refusal(self, tenant: str, now_s: float) -> None:
         """Note that the queue is full for a tenant, and forget what is past."""
+        self._refusals_s.pop(tenant, None)  # the latest is the last one
         self._refusals_s[tenant] = now_s
         while now_s - self._refusals_s[oldest := next(iter(self._refusals_s))] >= REFUSAL_HOLDS_S:
             del self._refusals_s[oldest]

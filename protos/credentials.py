@@ -116,7 +116,7 @@ class Certificates:
         if self._authority is not None:
             try:
                 context.load_verify_locations(self._authority)
-            except ssl.SSLError:
+            except OSError:  # an SSLError, or the file has gone since it was read
                 raise FileMistakeError(f"--tls-ca {self._authority}: holds no certificate in PEM") from None
         return _Pems(certificate, key, authority)
 
@@ -184,7 +184,7 @@ def _check_pair(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
 
     try:
         context.load_cert_chain(certificate, key, ask_nobody)
-    except ssl.SSLError as error:
-        if error.reason == "KEY_VALUES_MISMATCH":
+    except OSError as error:  # an SSLError, or a file has gone since it was read
+        if isinstance(error, ssl.SSLError) and error.reason == "KEY_VALUES_MISMATCH":
             raise FileMistakeError(f"--tls-key {key}: does not belong to --tls-cert {certificate}") from None
         raise FileMistakeError(f"--tls-cert {certificate}, --tls-key {key}: no certificate and key in PEM") from None

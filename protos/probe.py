@@ -27,7 +27,9 @@ def probe(host: str, port: int, settings: CredentialSettings, call: Callable[...
         try:
             call(channel, metadata=credentials.metadata, timeout=TIMEOUT_S)
         except grpc.RpcError as error:
-            code = error.code() if isinstance(error, grpc.Call) else error
-            print(f"no answer from {address}: {code}", file=sys.stderr)
+            reason = (
+                f"{error.code()}, {credentials.explain(error.details())}" if isinstance(error, grpc.Call) else error
+            )
+            print(f"no answer from {address}: {reason}", file=sys.stderr)
             return 1
     return 0

@@ -793,6 +793,7 @@ class LaneStats(_message.Message):
     NUM_STEPS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
     LAST_STEP_MS_FIELD_NUMBER: _builtins.int
     NUM_REFERENCED_BLOCKS_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     address: _builtins.str
     num_running_seqs: _builtins.int
@@ -811,6 +812,8 @@ class LaneStats(_message.Message):
     num_steps_in_flight: _builtins.int
     last_step_ms: _builtins.float
     """duration of the last step applied, as the worker measured it"""
+    draining: _builtins.bool
+    """its worker is about to leave: it gets nothing new"""
     @_builtins.property
     def num_referenced_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """blocks that sequences hold, by format code"""
@@ -830,10 +833,11 @@ class LaneStats(_message.Message):
         num_steps_in_flight: _builtins.int = ...,
         last_step_ms: _builtins.float = ...,
         num_referenced_blocks: _abc.Iterable[_builtins.int] | None = ...,
+        draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "instance_id", b"instance_id", "last_step_ms", b"last_step_ms", "num_allocated_slots", b"num_allocated_slots", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_quarantined_blocks", b"num_quarantined_blocks", "num_referenced_blocks", b"num_referenced_blocks", "num_running_seqs", b"num_running_seqs", "num_steps_in_flight", b"num_steps_in_flight", "num_used_slots", b"num_used_slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "draining", b"draining", "instance_id", b"instance_id", "last_step_ms", b"last_step_ms", "num_allocated_slots", b"num_allocated_slots", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_quarantined_blocks", b"num_quarantined_blocks", "num_referenced_blocks", b"num_referenced_blocks", "num_running_seqs", b"num_running_seqs", "num_steps_in_flight", b"num_steps_in_flight", "num_used_slots", b"num_used_slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

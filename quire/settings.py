@@ -7,14 +7,15 @@ as a variable instead: `--block-size 16` is `QUIRE_BLOCK_SIZE=16`.
 import json
 import os
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings, CliSuppress, SettingsConfigDict
 
 from gateway.settings import GatewaySettings
 from protos.settings import ENV_PREFIX
 from protos.settings_files import FOLDERS_VARIABLE
+from scheduler_svc.core.precision import name_of
 from scheduler_svc.settings import SchedulerSettings
 from worker_svc.settings import WorkerSettings
 
@@ -45,6 +46,17 @@ class ServeSettings(GatewaySettings, SchedulerSettings, WorkerSettings):
     scheduler: CliSuppress[str] = ""
     worker_port: CliSuppress[int] = 0
     worker_address: CliSuppress[str] = ""
+
+    @model_validator(mode="after")
+    def _check_formats(self) -> Self:
+        formats = {name_of(fmt) for fmt in self.precision().formats}
+        if self.kv_formats != "all" and (missing := formats - {"native", *self.kv_formats.split(",")}):
+            raise ValueError(f"--kv-formats: without {', '.join(sorted(missing))}, which the precision policy uses")
+        dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(self.kv_cache_dtype, self.kv_cache_dtype)
+        own_dtype = "bfloat16" if self.dtype == "auto" else self.dtype
+        if dtype in ("bfloat16", "float16", "float32") and dtype != own_dtype:
+            raise ValueError(f"--kv-cache-dtype: native KV is {own_dtype}, as --dtype says, not {dtype}")
+        return self
 
 
 def child_environ(settings: ServeSettings, service: type[BaseSettings], **overrides: Any) -> dict[str, str]:

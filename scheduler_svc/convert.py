@@ -303,6 +303,9 @@ def _logprobs_from_wire(sampled: worker_pb2.SampledRows) -> list[Logprobs]:
     logprobs: list[Logprobs] = list(sampled.logprobs)
     if sampled.row_logprobs:
         with_alternatives = {row.seq_id: row.tokens for row in sampled.row_logprobs}
+        for token in (token for tokens in with_alternatives.values() for token in tokens):
+            if len(token.top_token_ids) != len(token.top_logprobs):
+                raise MalformedMessageError("a row's likeliest tokens and their logprobs are not of the same number")
         start = 0
         for seq_id, num_tokens in zip(sampled.seq_ids, sampled.num_tokens or repeat(1), strict=False):
             end = start + num_tokens

@@ -78,6 +78,8 @@ class WorkerLink:
         request = worker_pb2.ManifestRequest(instance_id=identity.lane_id, lane_epoch=identity.lane_epoch)
         seals: list[Seal] = []
         async for part in self._stub.Manifest(request, timeout=timeout_ms / 1000, metadata=self._metadata):
+            if not isinstance(part, worker_pb2.ManifestPart):  # gRPC hands on None for what it cannot read
+                raise convert.MalformedMessageError("a part of the manifest cannot be read")
             seals.extend(convert.seals_from_wire(part.seals))
         return seals
 
@@ -209,7 +211,8 @@ class LaneDriver:
     async def _read_results(self, stream: _Stream) -> grpc.aio.AioRpcError | None:
         try:
             while (result := await stream.read()) is not grpc.aio.EOF:
-                assert isinstance(result, worker_pb2.StepResult)
+                if not isinstance(result, worker_pb2.StepResult):
+                    raise LaneLostError("a result cannot be read")
                 if not self.is_live:
                     return None
                 self._take(result)

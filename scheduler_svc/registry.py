@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import grpc.aio
 
 from protos import common_pb2, scheduler_pb2
-from protos.channel import PROTOCOL_VERSION, Refusals
+from protos.channel import PROTOCOL_VERSION, Refusal, Refusals
 from protos.credentials import Credentials
 from scheduler_svc import convert
 from scheduler_svc.cell import Cell
+from scheduler_svc.core.arena import MAX_SLABS, PLACES_PER_SLAB
 from scheduler_svc.core.mixed_kv import stays_native
 from scheduler_svc.core.precision import PrecisionError
 from scheduler_svc.core.types import LaneId
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 # What all workers of a cell must agree on. The core counts in these, or cached blocks would not be what they are said
 # to be.
 _SHARED_MODEL_FIELDS = ("fingerprint", "block_size", "max_model_len", "vocab_size", "dtype", "kv_cache_dtype")
+_REASONS = frozenset(reason.value for reason in Refusal)
+_MOST_REFUSALS = 2**48  # of one worker: whatever it says, sums of these can be told
 # What `--kv-cache-dtype` wants of workers, where it names a dtype.
 _DTYPES = {name: name for name in ("bfloat16", "float16", "float32")} | {"bf16": "bfloat16", "fp16": "float16"}
 
@@ -66,7 +69,8 @@ class Registry:
         self._refusals = refusals
         self._on_model = on_model
         self._lanes: dict[LaneId, Lane] = {}
-        self._newest_epochs: dict[LaneId, int] = {}
+        self._newest_epochs: dict[LaneId, int] = {}  # that a Register came with
+        self._confirmed_epochs: dict[LaneId, int] = {}  # that the worker at the address had too
         self._told_refusals: dict[LaneId, Mapping[str, int]] = {}  # what each worker process has told so far
         self._fenced_since_ms: dict[LaneId, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -83,7 +87,6 @@ class Registry:
         # A worker that ended its lane's epoch to begin one here has not gone to another scheduler.
         self._fenced_since_ms.pop(identity.lane_id, None)
         # At once, so that an older Register that is still being dialed back loses.
-        known_epoch = self._newest_epochs.get(identity.lane_id)
         self._newest_epochs[identity.lane_id] = identity.lane_epoch
         link = WorkerLink(identity.address, self._credentials)
         try:
@@ -95,8 +98,8 @@ class Registry:
             # An epoch that somebody made up must not keep out the worker whose name he took.
             if self._newest_epochs.get(identity.lane_id) == identity.lane_epoch:
                 self._newest_epochs.pop(identity.lane_id)
-                if known_epoch is not None:
-                    self._newest_epochs[identity.lane_id] = known_epoch
+                if identity.lane_id in self._confirmed_epochs:
+                    self._newest_epochs[identity.lane_id] = self._confirmed_epochs[identity.lane_id]
             await link.close()
             raise
         self._admit(message, identity, link)
@@ -151,9 +154,7 @@ class Registry:
         for name in ("instance_id", "address"):
             if not getattr(message, name):
                 raise RegistrationRefusedError(f"{name} is empty")
-        for name in ("num_slabs", "native_blocks_per_slab", "max_num_seqs", "max_num_batched_tokens"):
-            if getattr(message, name) == 0:
-                raise RegistrationRefusedError(f"{name} is 0")
+        _check_sizes(message)
         self._check_model(message.model)
         try:
             self._cell.core.max_seq_tokens(convert.lane_spec_from_wire(message))
@@ -203,6 +204,7 @@ class Registry:
             )
 
     def _admit(self, message: scheduler_pb2.RegisterRequest, identity: LaneIdentity, link: WorkerLink) -> None:
+        self._confirmed_epochs[identity.lane_id] = identity.lane_epoch
         previous = self._lanes.get(identity.lane_id)
         if previous is not None:
             self._lose(previous, "the worker registered again")
@@ -219,7 +221,7 @@ class Registry:
             self._on_model()
         lane = Lane(
             driver=LaneDriver(identity, spec, link, self._cell, self._timing, self._clock),
-            max_num_seqs=min(spec.max_num_seqs, self._cell.settings.max_num_seqs),
+            max_num_seqs=self._cell.core.max_rows(spec),
             last_heartbeat_ms=self._clock(),
         )
         self._lanes[identity.lane_id] = lane
@@ -241,8 +243,9 @@ class Registry:
 
     def _count_refusals(self, lane_id: LaneId, totals: Mapping[str, int]) -> None:
         told = self._told_refusals.get(lane_id, {})
-        self._refusals.add({reason: max(0, total - told.get(reason, 0)) for reason, total in totals.items()})
-        self._told_refusals[lane_id] = {**told, **totals}
+        known = {reason: min(total, _MOST_REFUSALS) for reason, total in totals.items() if reason in _REASONS}
+        self._refusals.add({reason: max(0, total - told.get(reason, 0)) for reason, total in known.items()})
+        self._told_refusals[lane_id] = {**told, **known}
 
     def _forget_fences(self, before_ms: int) -> None:
         for lane_id, since_ms in list(self._fenced_since_ms.items()):
@@ -265,6 +268,19 @@ class Registry:
         if lane.driver.is_live:
             lane.driver.is_live = False
             self._cell.drop_lane(identity.lane_id)
+
+
+def _check_sizes(message: scheduler_pb2.RegisterRequest) -> None:
+    """Raise RegistrationRefusedError where a worker offers nothing, or more than can be named."""
+    for name in ("num_slabs", "native_blocks_per_slab", "max_num_seqs", "max_num_batched_tokens"):
+        if getattr(message, name) == 0:
+            raise RegistrationRefusedError(f"{name} is 0")
+    if message.num_slabs > MAX_SLABS:
+        raise RegistrationRefusedError(f"num_slabs is {message.num_slabs}, above {MAX_SLABS}, the most that have ids")
+    if (num_blocks := max(message.native_blocks_per_slab, *message.blocks_per_slab, 0)) > PLACES_PER_SLAB:
+        raise RegistrationRefusedError(
+            f"a slab holds {num_blocks} blocks, above {PLACES_PER_SLAB}, the places that an entry can name"
+        )
 
 
 def _shown(value: object) -> str:

@@ -1,5 +1,6 @@
 """The scheduler's settings: flags, or `QUIRE_*` variables or files with the same names. Imports nothing heavy."""
 
+from collections.abc import Callable
 from math import inf
 from typing import Literal, Self
 
@@ -7,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from protos.settings import ServiceSettings, TlsCa, TlsCert, TlsKey, TlsServerName
-from scheduler_svc.core.precision import PrecisionError, PrecisionPolicy, parse_policy, policy_of_dtype
+from scheduler_svc.core.precision import PrecisionError, PrecisionPolicy, parse_format, parse_policy, policy_of_dtype
 from scheduler_svc.core.types import FairnessPolicy
 from scheduler_svc.index.redis_url import parse_redis_url
 
@@ -118,9 +119,29 @@ class SchedulerSettings(ServiceSettings):
         description="seconds that running requests get to finish after SIGTERM; what is left then is ended",
     )
 
+    @field_validator("kv_cache_dtype")
+    @classmethod
+    def _check_kv_cache_dtype(cls, value: str) -> str:
+        return _valid(policy_of_dtype, value)
+
+    @field_validator("kv_precision_policy")
+    @classmethod
+    def _check_kv_precision_policy(cls, value: str) -> str:
+        return _valid(parse_policy, value) if value else value
+
+    @field_validator("kv_precision_floor")
+    @classmethod
+    def _check_kv_precision_floor(cls, value: str) -> str:
+        return _valid(parse_format, value) if value else value
+
     @model_validator(mode="after")
     def _check_precision(self) -> Self:
-        self.precision()
+        if self.kv_precision_policy and self.kv_cache_dtype != "auto":
+            raise ValueError("--kv-cache-dtype names a precision policy itself: give that or --kv-precision-policy")
+        try:
+            self.precision()
+        except PrecisionError as error:
+            raise ValueError(f"--kv-precision-floor: {error}") from None
         return self
 
     @field_validator("tenant_weights")
@@ -134,16 +155,11 @@ class SchedulerSettings(ServiceSettings):
         return FairnessPolicy(_parse_weights(self.tenant_weights), self.tenant_max_running, self.tenant_max_kv_share)
 
     def precision(self) -> PrecisionPolicy:
-        """Return the formats that KV blocks are kept in. Raises ValueError where the settings make no sense."""
+        """Return the formats that KV blocks are kept in."""
         floor = self.kv_precision_floor or None
-        try:
-            if not self.kv_precision_policy:
-                return policy_of_dtype(self.kv_cache_dtype, floor)
-            if self.kv_cache_dtype != "auto":
-                raise ValueError("--kv-cache-dtype names a precision policy itself: give that or --kv-precision-policy")
+        if self.kv_precision_policy:
             return parse_policy(self.kv_precision_policy, floor)
-        except PrecisionError as error:
-            raise ValueError(str(error)) from None
+        return policy_of_dtype(self.kv_cache_dtype, floor)
 
     @field_validator("redis_url")
     @classmethod
@@ -151,3 +167,12 @@ class SchedulerSettings(ServiceSettings):
         if value:
             parse_redis_url(value)
         return value
+
+
+def _valid(parse: Callable[[str], object], value: str) -> str:
+    """Return the value if it can be parsed. Raises ValueError."""
+    try:
+        parse(value)
+    except PrecisionError as error:
+        raise ValueError(str(error)) from None
+    return value

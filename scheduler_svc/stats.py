@@ -79,5 +79,6 @@ def _lane_stats(cell: Cell, lane: Lane) -> scheduler_pb2.LaneStats:
         num_allocated_slots=figures.num_allocated_slots,
         num_used_slots=figures.num_used_slots,
         num_steps_in_flight=figures.num_steps_in_flight,
+        draining=figures.is_draining,
         last_step_ms=lane.driver.rates.last_step_ms,
     )

@@ -5,11 +5,13 @@ import pytest
 from kernels import formats
 from protos import common_pb2
 from scheduler_svc.core import arena, types
+from worker_svc.settings import KV_FORMATS
 
 
 def test_format_codes_are_the_same() -> None:
     codes = {fmt.name: fmt.value for fmt in formats.Format}
     assert {fmt.name: fmt.value for fmt in types.Format} == codes
+    assert [name.upper() for name in KV_FORMATS] == list(codes)
     assert {name.removeprefix("KV_FORMAT_"): code for name, code in common_pb2.KvFormat.items()} == codes
 
 

@@ -1,6 +1,7 @@
 """A loaded worker's life: listen, register, run steps on one device thread, and stop in order."""
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
@@ -74,7 +75,8 @@ async def _drain(registration: Registration, patience_s: float) -> None:
     waiting = asyncio.create_task(registration.drain(patience_s))
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, waiting.cancel)
-    await asyncio.wait([waiting])
+    with contextlib.suppress(asyncio.CancelledError):
+        await waiting
 
 
 def _prepare_thread(num_threads: int | None, device: torch.device) -> None:

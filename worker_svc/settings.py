@@ -8,6 +8,7 @@ from pydantic_settings import SettingsConfigDict
 
 from protos.settings import ServiceSettings, TlsCa, TlsCert, TlsKey, TlsServerName
 
+KV_FORMATS = ("native", "int8", "fp8", "k8v4", "int4")
 BLOCK_SIZES = (8, 16, 32)  # what the kernels are compiled for
 
 
@@ -87,6 +88,14 @@ class WorkerSettings(ServiceSettings):
         False, description="launch every kernel of every step on a GPU, rather than record CUDA graphs of decode steps"
     )
     tensor_parallel_size: int = Field(1, ge=1, description="GPUs that share the model's layers")
+
+    @field_validator("kv_formats")
+    @classmethod
+    def _check_kv_formats(cls, value: str) -> str:
+        for name in value.split(","):
+            if name not in ("all", *KV_FORMATS):
+                raise ValueError(f"{name} is none of all, {', '.join(KV_FORMATS)}")
+        return value
 
     @field_validator("device")
     @classmethod

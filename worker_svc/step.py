@@ -70,7 +70,7 @@ class StepRunner:
             self.forget_rows()
         if self._skipping:
             # The blocks that it seals were computed by earlier steps.
-            self._seals.record(request.seals)
+            self._record_seals(request)
             result.status = pb.STEP_STATUS_SKIPPED
             return
         rows = self._mirror.apply(request)

@@ -34,7 +34,7 @@ def state_router(gateway: Gateway) -> APIRouter:
             raise UnavailableError("The scheduler is away.")
         if stats.draining:
             raise UnavailableError("The scheduler is shutting down.")
-        if not stats.lanes or gateway.session.cell is None:
+        if all(lane.draining for lane in stats.lanes) or gateway.session.cell is None:
             raise UnavailableError("No worker can serve.")
         return Response()
 

@@ -17,6 +17,7 @@ from scheduler_svc.core.types import BlockId, Entry, Format, LaneSpec
 
 PLACES_PER_SLAB = 256  # the stride of slabs in block ids: the most blocks of the narrowest format in one slab
 FORMAT_CODES = 8  # the stride of block ids in entries
+MAX_SLABS = 2**31 // (PLACES_PER_SLAB * FORMAT_CODES)  # an entry is a non-negative int32
 
 
 def block_ids(num_blocks: int, blocks_per_slab: int) -> list[BlockId]:

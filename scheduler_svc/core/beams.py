@@ -45,9 +45,8 @@ def start_over(state: State, lane: Lane, job: Job) -> None:
     begin(state, job)
 
 
-def take_top(state: State, seq: Seq, top: object) -> list[TokenRun]:
+def take_top(state: State, seq: Seq, top: TopLogprobs) -> list[TokenRun]:
     """Take the result of a beam's row; with the last one of a step its search moves on, or ends, which is returned."""
-    assert isinstance(top, TopLogprobs), "a row of a beam search came without its likeliest tokens"
     job, search = seq.job, seq.job.search
     assert search is not None
     job.tops[seq] = top

@@ -117,6 +117,10 @@ def _end_homeless(state: State, now_ms: int) -> list[TokenRun]:
 
 
 def end_outgrown(state: State, seq: Seq) -> list[TokenRun]:
-    """End a sequence for which there is no room, even when it has a lane for itself."""
+    """End a sequence for which there is no room, even when it has a lane for itself; and those of the same prompt."""
     message = f"the KV cache is too small for a sequence of more than {len(seq.token_ids) - 1} tokens"
-    return end_whole(state, seq, FinishReason.ERROR, SchedulerError(ErrorCode.RESOURCE_EXHAUSTED, message))
+    param = "max_tokens" if seq.num_output_tokens else "prompt"
+    error = SchedulerError(ErrorCode.INVALID_ARGUMENT, message, param)
+    # Each would be the leader in turn, and wait as long.
+    unforked = () if seq.num_output_tokens or seq.job.search is not None else tuple(seq.job.unforked)
+    return [run for lost in (*unforked, seq) for run in end_whole(state, lost, FinishReason.ERROR, error)]

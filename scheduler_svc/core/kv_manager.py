@@ -50,6 +50,7 @@ class KVManager:
     block_size: int
     enable_prefix_caching: bool
     recipe_versions: Mapping[Format, int]  # of the worker; 0 where it says nothing
+    max_seq_tokens: Mapping[Format, int]  # of the longest sequence that the whole pool holds, by its floor
     num_reserved_blocks: int = 0
     new_seals: list[Seal] = field(default_factory=list)  # for the worker; the owner takes and clears them
     new_hashes: dict[BlockHash, Encoding] = field(default_factory=dict)  # for the index; likewise
@@ -60,14 +61,9 @@ class KVManager:
         """Return how many blocks hold `num_tokens`."""
         return -(-num_tokens // self.block_size)
 
-    @property
-    def max_seq_tokens(self) -> int:
-        """Tokens of the longest sequence that the whole pool holds."""
-        return self.pool.num_blocks * self.block_size
-
-    def can_hold(self, num_tokens: int) -> bool:
-        """Return whether the whole pool is enough for a sequence of `num_tokens`."""
-        return num_tokens <= self.max_seq_tokens
+    def can_hold(self, num_tokens: int, floor: Format) -> bool:
+        """Return whether the whole pool is enough for a sequence of `num_tokens` whose blocks go down to `floor`."""
+        return num_tokens <= self.max_seq_tokens[floor]
 
     def num_native_blocks(self, seq: Seq) -> float:
         """Return the room that all known tokens of `seq` take, in native blocks; what it shares counts in full."""

@@ -143,7 +143,7 @@ class Lane:
 
     def could_serve(self, seq: Seq) -> bool:
         """Return whether the lane would have room for `seq` if nothing else ran here."""
-        return self.kv.can_hold(len(seq.token_ids)) and seq.num_wanted_rows <= self.max_num_seqs
+        return self.kv.can_hold(len(seq.token_ids), seq.precision.floor) and seq.num_wanted_rows <= self.max_num_seqs
 
     def can_plan(self) -> bool:
         """Return whether another step may be planned before one in flight has been applied."""
@@ -242,6 +242,7 @@ class Lane:
             num_allocated_slots=sum(len(seq.table) * block_size for seq in decoding),
             num_used_slots=sum(seq.num_computed_tokens for seq in decoding),
             num_steps_in_flight=len(self.in_flight),
+            is_draining=self.is_draining,
         )
 
 

@@ -44,18 +44,6 @@ class MixedKVManager(KVManager):
         self.relocator = Relocator(self.pool, self.relocations)
         self.ladder = PressureLadder(self.arena, self.pool, self.relocator, self.block_size)
 
-    @property
-    def max_seq_tokens(self) -> int:
-        """Tokens of the longest sequence that the whole pool holds, all but the first and last blocks at the floor.
-
-        Narrowing takes room: a slab of each format is left to it.
-        """
-        *wider, narrowest = sorted(self.arena.capacities)
-        native = self.arena.capacities[Format.NATIVE]
-        num_slabs = self.arena.num_slabs - self.arena.reserve_slabs - len(wider) - -(-2 // native)
-        num_narrow = max(0, num_slabs) * self.arena.capacities[narrowest]
-        return (2 + num_narrow) * self.block_size
-
     def num_native_blocks(self, seq: Seq) -> float:
         """Return the room that all known tokens of `seq` take; see KVManager.num_native_blocks."""
         capacities = self.arena.capacities
@@ -280,6 +268,33 @@ def stays_native(spec: LaneSpec, precision: PrecisionPolicy) -> bool:
     return len(precision.formats) > 1 and spec.num_slabs < 2 * len(precision.formats) + 2
 
 
+def max_seq_tokens(spec: LaneSpec, precision: PrecisionPolicy) -> dict[Format, int]:
+    """Return the tokens of the longest sequence that a worker's whole pool holds, by the sequence's floor.
+
+    All its blocks but the first and the last are at the floor then. Narrowing takes room: a slab of each format is left
+    to it. Raises PrecisionError when the worker lacks a format that the policy uses.
+    """
+    for fmt in precision.formats:
+        if fmt not in spec.capacities:
+            raise PrecisionError(
+                f"the worker has no {name_of(fmt)} KV blocks, which the precision policy uses (--kv-formats)"
+            )
+    if not _has_slabs(spec, precision):
+        return dict.fromkeys(precision.formats, spec.num_blocks * spec.block_size)
+    num_slabs = spec.num_blocks // spec.blocks_per_slab - (len(precision.formats) - 1)
+    limits = {}
+    for num_wider, floor in enumerate(precision.formats):
+        num_native = 2 if num_wider else 0  # beside those at the floor
+        num_wide_slabs = num_wider + -(-num_native // spec.blocks_per_slab)
+        num_blocks = num_native + max(0, num_slabs - num_wide_slabs) * spec.capacities[floor]
+        limits[floor] = num_blocks * spec.block_size
+    return limits
+
+
+def _has_slabs(spec: LaneSpec, precision: PrecisionPolicy) -> bool:
+    return len(precision.formats) > 1 and not stays_native(spec, precision)
+
+
 def make_kv_manager(
     spec: LaneSpec, precision: PrecisionPolicy, max_num_batched_tokens: int, enable_prefix_caching: bool
 ) -> KVManager:
@@ -287,20 +302,17 @@ def make_kv_manager(
 
     Raises PrecisionError when the worker lacks a format that the policy uses.
     """
-    for fmt in precision.formats:
-        if fmt not in spec.capacities:
-            raise PrecisionError(
-                f"the worker has no {name_of(fmt)} KV blocks, which the precision policy uses (--kv-formats)"
-            )
-    if len(precision.formats) == 1 or stays_native(spec, precision):
+    limits = max_seq_tokens(spec, precision)
+    if not _has_slabs(spec, precision):
         pool = BlockPool(NativeArena(spec.num_blocks, spec.blocks_per_slab))
-        return KVManager(pool, spec.block_size, enable_prefix_caching, spec.recipe_versions)
+        return KVManager(pool, spec.block_size, enable_prefix_caching, spec.recipe_versions, limits)
     arena = SlabArena(spec.num_blocks // spec.blocks_per_slab, {fmt: spec.capacities[fmt] for fmt in precision.formats})
     return MixedKVManager(
         BlockPool(arena),
         spec.block_size,
         enable_prefix_caching,
         spec.recipe_versions,
+        limits,
         arena=arena,
         max_chunk_blocks=-(-max_num_batched_tokens // spec.block_size),
     )

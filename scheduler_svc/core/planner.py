@@ -96,10 +96,10 @@ class StepPlanner:
 
     def _make_room(self, seq: Seq) -> bool:
         """Preempt the newest row, for the next token of `seq`. Return False when that sits this step out, or ended."""
-        kv, num_wanted_tokens = self._lane.kv, seq.num_computed_tokens + 1
+        kv, num_wanted_tokens, lanes = self._lane.kv, seq.num_computed_tokens + 1, self._state.lanes.values()
         if kv.is_room_coming(seq):
             return False
-        if self._is_alone(seq) or not self._state.some_lane_holds(num_wanted_tokens):
+        if self._is_alone(seq) or not any(lane.kv.can_hold(num_wanted_tokens, seq.precision.floor) for lane in lanes):
             if not seq.num_in_flight_tokens:  # else that token may be its last
                 self._withdraw_search(seq)
                 self.runs += end_outgrown(self._state, seq)
@@ -115,7 +115,7 @@ class StepPlanner:
         lane = self._lane
         if seq.job.search is not None:
             return all(row.job is seq.job for row in lane.rows())
-        return lane.num_rows == 1 and lane.kv.can_hold(seq.num_computed_tokens + 1)
+        return lane.num_rows == 1 and lane.kv.can_hold(seq.num_computed_tokens + 1, seq.precision.floor)
 
     def _preempt(self, victim: Seq) -> None:
         """Send a row back to the queue; it keeps its tokens and replays them. Its part in the draft is undone.

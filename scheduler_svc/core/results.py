@@ -6,7 +6,7 @@ from scheduler_svc.core.lane import Lane, PlannedStep
 from scheduler_svc.core.losses import fail_row, fail_step
 from scheduler_svc.core.publication import publish_sealed
 from scheduler_svc.core.state import State
-from scheduler_svc.core.types import SampledRows, StepResult, StepStatus, TokenRun
+from scheduler_svc.core.types import FailedRow, SampledRows, StepResult, StepStatus, TokenRun, TopLogprobs
 
 
 def apply_result(state: State, lane: Lane, result: StepResult) -> list[TokenRun]:
@@ -46,10 +46,14 @@ def _take_tokens(state: State, lane: Lane, sampled: SampledRows) -> list[TokenRu
     seqs, beams = state.seqs, lane.beams
     for seq_id, seq_epoch, token_ids, logprobs in sampled.rows():
         seq = seqs.get(seq_id)
-        if seq is None or seq.seq_epoch != seq_epoch:
+        if seq is None or seq.seq_epoch != seq_epoch or seq.lane_id != lane.lane_id:
             continue
         if beams and seq_id in beams:
-            runs += take_top(state, seq, logprobs[0] if logprobs else None)
+            top = logprobs[0] if logprobs else None
+            if isinstance(top, TopLogprobs):
+                runs += take_top(state, seq, top)
+            else:
+                runs += fail_row(state, lane, FailedRow(seq_id, seq_epoch, "its likeliest tokens are missing"))
             continue
         run = seq.take(token_ids, logprobs)
         if run.finish_reason is not None:

@@ -25,7 +25,12 @@ def has_better_lane(seq: Seq, lane: Lane, num_hits: int, lanes: Iterable[Lane], 
     hints = index.longest_prefix(seq.block_hashes(lane.kv.block_size))
     cost_tokens, num_available = _cost_tokens(seq, lane, num_hits), lane.kv.pool.num_available
     for other in lanes:
-        if other is lane or other.is_draining or other.num_free_rows < seq.num_wanted_rows:
+        if (
+            other is lane
+            or other.is_draining
+            or other.num_free_rows < seq.num_wanted_rows
+            or not other.could_serve(seq)
+        ):
             continue
         hits = other.kv.cached_prefix(seq) if other.lane_id in hints else []
         other_cost_tokens = _cost_tokens(seq, other, len(hits))

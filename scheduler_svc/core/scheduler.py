@@ -18,7 +18,7 @@ from scheduler_svc.core import ends, losses, results, submission
 from scheduler_svc.core.fairness import FairQueue
 from scheduler_svc.core.kv_manager import KVManager
 from scheduler_svc.core.lane import Lane
-from scheduler_svc.core.mixed_kv import make_kv_manager
+from scheduler_svc.core.mixed_kv import make_kv_manager, max_seq_tokens
 from scheduler_svc.core.planner import StepPlanner
 from scheduler_svc.core.policy import forget_passes
 from scheduler_svc.core.publication import withdraw_evicted
@@ -52,21 +52,24 @@ class Scheduler:
 
         Raises PrecisionError when the worker lacks a format that the precision policy uses: it can have no lane.
         """
-        return self._make_kv_manager(spec).max_seq_tokens
+        return max(max_seq_tokens(spec, self._state.config.precision).values())
+
+    def max_rows(self, spec: LaneSpec) -> int:
+        """Return how many sequences a worker's lane would run at once."""
+        return min(spec.max_num_seqs, self._state.config.max_num_seqs, self._budget_tokens(spec))
 
     def add_lane(self, lane_id: LaneId, spec: LaneSpec) -> list[TokenRun]:
         """Add a worker. Returns the ends of queued requests that it shows can never be served.
 
         Raises PrecisionError; see `max_seq_tokens`.
         """
-        state, config = self._state, self._state.config
+        state = self._state
         assert lane_id not in state.lanes
-        budget_tokens = self._budget_tokens(spec)
         lane = state.lanes[lane_id] = Lane(
             lane_id,
             self._make_kv_manager(spec),
-            max_num_seqs=min(spec.max_num_seqs, config.max_num_seqs, budget_tokens),
-            max_num_batched_tokens=budget_tokens,
+            max_num_seqs=self.max_rows(spec),
+            max_num_batched_tokens=self._budget_tokens(spec),
         )
         return submission.learn_limits(state, lane, spec.max_model_len)
 

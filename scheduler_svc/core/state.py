@@ -12,7 +12,7 @@ from scheduler_svc.core.lane import Lane
 from scheduler_svc.core.policy import SchedulingPolicy
 from scheduler_svc.core.precision import NATIVE_ONLY, PrecisionPolicy
 from scheduler_svc.core.sequence import Job, Seq, SeqState
-from scheduler_svc.core.types import Counters, FairnessPolicy, LaneId, PrefixIndex, RequestId, SeqId
+from scheduler_svc.core.types import Counters, FairnessPolicy, Format, LaneId, PrefixIndex, RequestId, SeqId
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class State:
     seq_ids: Iterator[int] = field(default_factory=lambda: count(1))
     # The largest of any lane that was ever here: without a lane requests wait for one like it.
     max_model_len: int | None = None
-    max_seq_tokens: int | None = None  # that a pool can hold
+    max_seq_tokens: dict[Format, int] = field(default_factory=dict)  # that a pool can hold, by a sequence's floor
     max_lane_rows: int | None = None
 
     @property
@@ -55,10 +55,6 @@ class State:
     def num_waiting_seqs(self) -> int:
         """Sequences in the queue, and those that wait for their request's leader."""
         return len(self.seqs) - self.num_running_seqs
-
-    def some_lane_holds(self, num_tokens: int) -> bool:
-        """Return whether a lane's whole pool is enough for a sequence of `num_tokens`."""
-        return any(lane.kv.can_hold(num_tokens) for lane in self.lanes.values())
 
     def wait(self, seq: Seq) -> None:
         """Put a sequence that is nowhere else in the queue."""

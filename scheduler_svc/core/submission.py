@@ -5,6 +5,7 @@ from scheduler_svc.core.beam_search import BeamSearch
 from scheduler_svc.core.ends import end, end_whole
 from scheduler_svc.core.fairness import spare
 from scheduler_svc.core.lane import Lane
+from scheduler_svc.core.precision import name_of
 from scheduler_svc.core.sequence import Job, Seq, SeqState
 from scheduler_svc.core.state import State
 from scheduler_svc.core.types import (
@@ -43,7 +44,8 @@ def submit(state: State, request: Request) -> list[TokenRun]:
 def learn_limits(state: State, lane: Lane, max_model_len: int) -> list[TokenRun]:
     """Note what a new lane can serve, and end what was queued before that was known and exceeds it; clamp the rest."""
     max_model_len = state.max_model_len = max(state.max_model_len or 0, max_model_len)
-    state.max_seq_tokens = max(state.max_seq_tokens or 0, lane.kv.max_seq_tokens)
+    for floor, num_tokens in lane.kv.max_seq_tokens.items():
+        state.max_seq_tokens[floor] = max(state.max_seq_tokens.get(floor, 0), num_tokens)
     state.max_lane_rows = max(state.max_lane_rows or 0, lane.max_num_seqs)
     runs = []
     for seq in tuple(state.seqs.values()):
@@ -81,11 +83,14 @@ def _check_servable(state: State, request: Request) -> None:
             f"context of {state.max_model_len}",
             "prompt",
         )
-    if state.max_seq_tokens is not None and num_prompt_tokens >= state.max_seq_tokens:
+    limits, precision = state.max_seq_tokens, state.config.precision
+    floor = precision.limited_to(request.kv_precision_floor).floor
+    if limits and num_prompt_tokens >= limits[floor]:
         raise SchedulerError(
             ErrorCode.INVALID_ARGUMENT,
-            f"the prompt has {num_prompt_tokens} tokens: the KV cache holds {state.max_seq_tokens}",
-            "prompt",
+            f"the prompt has {num_prompt_tokens} tokens: the KV cache holds {limits[floor]} in blocks down to "
+            f"{name_of(floor)}",
+            "prompt" if num_prompt_tokens >= limits[precision.floor] else "kv_precision_floor",
         )
     if request.beam_search is not None:
         _check_width(state, request.n)

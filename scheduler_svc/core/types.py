@@ -335,7 +335,7 @@ class TokenRun(NamedTuple):
 
 
 class Encoding(NamedTuple):
-    """How a lane keeps a block; of several copies it is that of the widest."""
+    """How a lane keeps a block; of several copies, how it kept the one sealed or narrowed last."""
 
     fmt: Format
     recipe_version: int
@@ -388,6 +388,7 @@ class LaneStats:
     num_allocated_slots: int  # of decoding rows
     num_used_slots: int
     num_steps_in_flight: int
+    is_draining: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,8 @@ async def test_ready_needs_a_worker_that_can_serve(cell: Cell) -> None:
     lane = scheduler_pb2.LaneStats()
     cell.scheduler.stats = scheduler_pb2.CellStats(lanes=[lane], draining=True)
     assert (await cell.http.get("/ready")).status_code == 503
+    cell.scheduler.stats = scheduler_pb2.CellStats(lanes=[scheduler_pb2.LaneStats(draining=True)])
+    assert (await cell.http.get("/ready")).status_code == 503
     await cell.scheduler.stop()
     response = await cell.http.get("/ready")
     assert response.status_code == 503

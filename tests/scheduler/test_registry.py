@@ -76,6 +76,19 @@ async def test_worker_that_offers_nothing_is_refused(cell: LoopbackCell, field: 
     assert field in details
 
 
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [({"num_slabs": 2**21}, "num_slabs is 2097152"), ({"blocks_per_slab": [16, 257]}, "a slab holds 257 blocks")],
+)
+async def test_worker_that_offers_more_than_can_be_named_is_refused(
+    cell: LoopbackCell, fields: dict[str, Any], words: str
+) -> None:
+    await cell.start()
+    code, details = await refusal(await cell.make_worker(), cell, **fields)
+    assert code == grpc.StatusCode.FAILED_PRECONDITION
+    assert words in details
+
+
 async def test_worker_without_a_format_of_the_policy_is_refused(cell: LoopbackCell) -> None:
     await cell.start(kv_cache_dtype="int8")
     code, details = await refusal(await cell.make_worker(), cell, blocks_per_slab=[16, 0, 31])

@@ -154,7 +154,6 @@ async def test_hung_device_ends_the_process() -> None:
         (None, ("--kv-cache-memory", "900TiB"), r"needs [\d,]+ bytes, and [\d,]+ bytes are free"),
         (None, ("--kv-cache-memory", "10KiB"), r"needs [\d,]+ bytes, and 10,240 bytes are free"),
         (None, ("--max-model-len", "257"), "256 tokens"),
-        (None, ("--kv-formats", "int8,int3"), "'int3' is none of all, native, int8"),
     ],
 )
 async def test_start_that_fails_says_why_in_one_line(

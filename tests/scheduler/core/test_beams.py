@@ -20,6 +20,7 @@ from scheduler_svc.core.types import (
     PickedLogprobs,
     Request,
     RequestId,
+    SampledRows,
     SchedulerError,
     SeqId,
     StepPlan,
@@ -394,7 +395,7 @@ def test_a_lone_search_that_outgrows_the_pool_ends_with_an_error() -> None:
     cell.submit(make_search(prompt=range(8), max_tokens=40))
     cell.run_to_end()
     errors = [cell.end("a", idx).error for idx in range(3)]
-    assert [error.code for error in errors if error] == [ErrorCode.RESOURCE_EXHAUSTED] * 3
+    assert [error.code for error in errors if error] == [ErrorCode.INVALID_ARGUMENT] * 3
 
 
 def test_model_with_too_few_tokens_for_the_width_is_an_error() -> None:
@@ -568,3 +569,15 @@ def test_oldest_search_is_never_preempted_for_other_tenants() -> None:
     assert cell.scheduler.counters.preemptions > 0
     cell.run_to_end()
     cell.check_texts()
+
+
+def test_a_row_without_its_likeliest_tokens_has_failed() -> None:
+    cell = make_cell()
+    cell.submit(make_search(prompt=range(10), max_tokens=4))
+    step = plan(cell)
+    (row,) = step.new_rows
+    cell.in_flight[LaneId("w0")].clear()
+    bare = StepResult(step.step_id, sampled=SampledRows([row.seq_id], [row.seq_epoch], [7]))
+    cell.take(cell.scheduler.apply(LaneId("w0"), bare))
+    assert cell.scheduler.num_waiting_seqs == 3
+    cell.scheduler.check_integrity()

@@ -45,3 +45,17 @@ def test_a_sequence_too_long_for_the_lane_that_is_left_blocks_nobody_and_ends_in
     assert cell.clients["long", 0].end is None  # type: ignore[index]
     cell.expire(1)
     assert cell.end("long").finish_reason is FinishReason.ERROR
+
+
+def test_all_samples_of_a_prompt_too_long_for_every_lane_end_together() -> None:
+    cell = make_cell(num_lanes=0)
+    cell.add_lane("large", make_spec(num_blocks=30))
+    cell.submit(make_request("long", range(80), n=3, max_tokens=4))
+    cell.drop_lane("large")
+    cell.add_lane("small", make_spec(num_blocks=10))
+    cell.expire()
+    cell.expire(MAX_HOMELESS_MS)
+    ends = [cell.end("long", idx) for idx in range(3)]
+    assert [(end.error.code, end.error.param) for end in ends if end.error] == [
+        (ErrorCode.INVALID_ARGUMENT, "prompt")
+    ] * 3

@@ -2,7 +2,7 @@
 
 import pytest
 
-from scheduler_svc.core.types import ErrorCode, FinishReason, LaneId
+from scheduler_svc.core.types import ErrorCode, FinishReason, LaneId, SampledRows, StepResult
 from tests.scheduler.core.helpers import make_cell, make_request, make_spec, plan
 
 
@@ -84,5 +84,19 @@ def test_a_draining_lane_ends_what_it_has_and_gets_nothing_new() -> None:
     assert cell.scheduler.is_drained(LaneId("w0"))
     cell.drop_lane("w0")
     assert cell.scheduler.counters.worker_losses == 0
+    cell.run_to_end()
+    cell.check_texts()
+
+
+def test_what_another_lane_says_of_a_sequence_does_not_count() -> None:
+    cell = make_cell(num_lanes=2)
+    cell.submit(make_request("a", range(10), max_tokens=6))
+    cell.submit(make_request("b", range(20, 30), max_tokens=6))
+    first = plan(cell, "w0")
+    second = plan(cell, "w1")
+    true = cell.workers[LaneId("w1")].run(cell.in_flight[LaneId("w1")].popleft()).sampled
+    told = SampledRows([*true.seq_ids, first.new_rows[0].seq_id], [*true.seq_epochs, 0], [*true.token_ids, 7])
+    cell.take(cell.scheduler.apply(LaneId("w1"), StepResult(second.step_id, sampled=told)))
+    assert (len(cell.output("b")), cell.output("a")) == (1, [])
     cell.run_to_end()
     cell.check_texts()

@@ -1,7 +1,8 @@
 """Which of several lanes a request goes to."""
 
+from scheduler_svc.core.precision import parse_policy
 from scheduler_svc.core.types import LaneId
-from tests.scheduler.core.helpers import make_cell, make_request, make_spec, plan
+from tests.scheduler.core.helpers import make_cell, make_mixed_spec, make_request, make_spec, plan
 
 
 def test_a_request_goes_where_its_prefix_is() -> None:
@@ -56,3 +57,16 @@ def test_a_busy_lane_is_waited_for_only_by_one_that_has_rows_and_where_it_has_fe
     assert plan(cell, "w1").new_rows == []  # there are
     cell.apply("w0")
     assert len(plan(cell, "w0").new_rows) == 1
+
+
+def test_a_lane_that_is_too_small_is_not_waited_for() -> None:
+    cell = make_cell(num_lanes=0, precision=parse_policy("native:1,int8"))
+    cell.add_lane("large", make_mixed_spec(40))
+    cell.add_lane("small", make_mixed_spec(8))
+    cell.submit(make_request("first", range(8), max_tokens=40))
+    plan(cell, "large")
+    cell.submit(make_request("second", range(100, 200), max_tokens=4))
+    assert cell.plan("small") is None or not cell.in_flight[LaneId("small")][-1].new_rows
+    assert len(plan(cell, "large").new_rows) == 1
+    cell.run_to_end()
+    cell.check_texts()

@@ -2,10 +2,12 @@
 
 import pytest
 
+from scheduler_svc.core.precision import parse_policy
 from scheduler_svc.core.types import (
     Delivered,
     ErrorCode,
     FinishReason,
+    Format,
     LaneId,
     SampledRows,
     SchedulerError,
@@ -14,7 +16,7 @@ from scheduler_svc.core.types import (
     StepResult,
     Usage,
 )
-from tests.scheduler.core.helpers import expected_of, make_cell, make_request, make_spec, plan
+from tests.scheduler.core.helpers import expected_of, make_cell, make_mixed_spec, make_request, make_spec, plan
 
 
 @pytest.mark.parametrize(("num_tokens", "words"), [(0, "empty"), (256, "256"), (1000, "1000")])
@@ -124,3 +126,14 @@ def test_a_request_whose_end_was_not_delivered_ends_at_once() -> None:
     text = expected_of(make_request("a", range(6), max_tokens=8))
     cell.submit(make_request("a", range(6), max_tokens=8, delivered={0: Delivered(text)}))
     assert cell.end("a").finish_reason is FinishReason.LENGTH
+
+
+def test_a_prompt_that_fits_only_in_narrower_blocks_than_its_floor_is_refused() -> None:
+    cell = make_cell(make_mixed_spec(16), precision=parse_policy("native", "int4"))
+    cell.submit(make_request("any", range(200), max_tokens=4))
+    with pytest.raises(SchedulerError, match="blocks down to native") as caught:
+        cell.submit(make_request("wide", range(200), max_tokens=4, floor=Format.NATIVE))
+    assert (caught.value.code, caught.value.param) == (ErrorCode.INVALID_ARGUMENT, "kv_precision_floor")
+    cell.submit(make_request("short", range(300, 340), max_tokens=4, floor=Format.NATIVE))
+    cell.run_to_end()
+    cell.check_texts()
