@@ -90,8 +90,12 @@ async def test_cell_learns_that_another_holds_the_prefix(server: RedisServer) ->
         await ask(one, "a", PROMPT)
         await is_settled(one)
         await until(lambda: figures(two).num_live_cells == 2)
-        await ask(two, "a", PROMPT)
+        (worker,), (gateway,) = two.workers, two.gateways
+        worker.may_step.clear()  # so that the look-up is answered before this cell holds the prefix too
+        await gateway.submit("a", PROMPT, max_tokens=5)
         await until(lambda: figures(two).num_longer_elsewhere_total == 1)
+        worker.may_step.set()
+        await until(lambda: gateway.output("a").has_ended)
         await ask(two, "b", PROMPT)
         await until(lambda: figures(two).num_lookups_total == 2)
         assert figures(two).num_longer_elsewhere_total == 1, "now it holds the prefix itself"

@@ -133,7 +133,7 @@ def test_sampling_parameters_outside_the_vocabulary_fail_the_row() -> None:
     [
         pb.StepRequest(continued=continued(99)),
         pb.StepRequest(patches=pb.EntryPatches(seq_ids=[1], block_idxs=[1], entries=entries_of(0))),
-        pb.StepRequest(patches=pb.EntryPatches(seq_ids=[1], block_idxs=[0], entries=[entry_of(0) + 1])),
+        pb.StepRequest(patches=pb.EntryPatches(seq_ids=[1], block_idxs=[0], entries=[entry_of(0) + 7])),
         pb.StepRequest(new_rows=[new_row(2, [3], [32 << 11])]),
         pb.StepRequest(new_rows=[new_row(2, [3], [4 << 3])]),
         pb.StepRequest(new_rows=[new_row(1, [3], entries_of(0))], continued=continued(1)),
