@@ -5,8 +5,7 @@ until the first of them ends, nothing but decoding is done, and output tokens ar
 """
 
 import asyncio
-from dataclasses import dataclass, field
-from statistics import median
+from dataclasses import dataclass
 
 from bench.cell import Cell
 from bench.client import Server, find_model, run_closed_loop
@@ -31,44 +30,51 @@ RATE_GOALS = {"int8": 1.2}
 MIN_DECODE_S = 2.0
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Plateau:
-    """The time in which the most rows run and no prompt is computed."""
+    """A time in which the same rows run and no prompt is computed."""
 
-    num_rows: int = 0
-    num_prompt_tokens: int = 0
-    samples: list[tuple[float, int]] = field(default_factory=list)  # (time, output tokens until then)
-    is_over: bool = False
-    num_preemptions: int = 0
-
-    def look(self, now_s: float, stats: scheduler_pb2.CellStats) -> None:
-        """Take a cell's figures in. The plateau is over when a row ends."""
-        if self.is_over:
-            return
-        if self.samples and self.duration_s > MIN_DECODE_S and stats.num_running_seqs < self.num_rows:
-            self.is_over = True
-            return
-        if stats.num_running_seqs != self.num_rows or stats.num_prompt_tokens_total != self.num_prompt_tokens:
-            self.num_rows, self.num_prompt_tokens = stats.num_running_seqs, stats.num_prompt_tokens_total
-            self.samples = []
-        self.num_preemptions = stats.num_preemptions_total
-        self.samples.append((now_s, stats.num_output_tokens_total))
-
-    @property
-    def duration_s(self) -> float:
-        """How long it has lasted."""
-        return self.samples[-1][0] - self.samples[0][0]
+    num_rows: int
+    duration_s: float
+    num_tokens: int
 
     @property
     def tokens_per_s(self) -> float:
         """Output tokens of all rows together, by the second."""
-        return (self.samples[-1][1] - self.samples[0][1]) / self.duration_s
+        return self.num_tokens / self.duration_s
 
 
-async def find_plateau(settings: CompareSettings, kv_cache_dtype: str, jobs: list[Job]) -> Plateau:
-    """Send the jobs to a cell of its own, and break them off when the plateau is over."""
+class Rows:
+    """The most rows that ran at once, and the plateau of the most rows that lasted for MIN_DECODE_S."""
+
+    def __init__(self) -> None:
+        self.most = 0
+        self.num_preemptions = 0
+        self.plateau: Plateau | None = None
+        self.is_over = False  # rows end, and there is a plateau
+        self._begin: tuple[float, scheduler_pb2.CellStats] | None = None
+
+    def look(self, now_s: float, stats: scheduler_pb2.CellStats) -> None:
+        """Take a cell's figures in."""
+        num_rows = stats.num_running_seqs
+        self.most, self.num_preemptions = max(self.most, num_rows), stats.num_preemptions_total
+        if self._begin is None or self._shape(stats) != self._shape(self._begin[1]):
+            self._begin = now_s, stats
+        begin_s, begin = self._begin
+        if now_s - begin_s >= MIN_DECODE_S and num_rows and (self.plateau is None or num_rows >= self.plateau.num_rows):
+            num_tokens = stats.num_output_tokens_total - begin.num_output_tokens_total
+            self.plateau = Plateau(num_rows, now_s - begin_s, num_tokens)
+        self.is_over = self.plateau is not None and num_rows < self.plateau.num_rows
+
+    @staticmethod
+    def _shape(stats: scheduler_pb2.CellStats) -> tuple[int, int]:
+        return stats.num_running_seqs, stats.num_prompt_tokens_total
+
+
+async def count_rows(settings: CompareSettings, kv_cache_dtype: str, jobs: list[Job]) -> Rows:
+    """Send the jobs to a cell of its own, and break them off when rows end."""
     memory_bytes = NATIVE_SEQUENCES * -(-(PROMPT_TOKENS + OUTPUT_TOKENS) // BLOCK_SIZE) * BLOCK_BYTES[settings.dtype]
-    plateau = Plateau()
+    rows = Rows()
     with Cell(
         model=settings.model,
         dtype=settings.dtype,
@@ -77,42 +83,46 @@ async def find_plateau(settings: CompareSettings, kv_cache_dtype: str, jobs: lis
         enable_prefix_caching=False,
     ) as cell:
         server = Server(cell.url, await find_model(cell.url))
-        with Watch(cell, plateau.look):
+        with Watch(cell, rows.look):
             load = asyncio.create_task(run_closed_loop(server, jobs, len(jobs)))
-            while not plateau.is_over and not load.done():  # noqa: ASYNC110  # another thread tells
+            while not rows.is_over and not load.done():  # noqa: ASYNC110  # another thread tells
                 await asyncio.sleep(0.1)
             load.cancel()
             await asyncio.gather(load, return_exceptions=True)
-    return plateau
+    return rows
 
 
 async def measure(settings: CompareSettings, repeats: int) -> list[Finding]:
-    """Find each format's plateau in turn."""
+    """Count each format's rows in turn."""
     jobs = WORKLOAD.jobs(lengths_seed=1)
-    plateaus: dict[str, list[Plateau]] = {"auto": [], **{dtype: [] for dtype in ROWS_GOALS}}
+    rows: dict[str, list[float]] = {dtype: [] for dtype in ("auto", *ROWS_GOALS)}
+    rates: dict[str, list[float]] = {dtype: [] for dtype in rows}
     for _ in range(repeats):
-        for dtype, found in plateaus.items():
-            plateau = await find_plateau(settings, dtype, jobs)
-            found.append(plateau)
+        for dtype in rows:
+            counted = await count_rows(settings, dtype, jobs)
+            assert counted.plateau is not None, "rows ended before all that fit had been let in"
+            rows[dtype].append(counted.most)
+            rates[dtype].append(counted.plateau.tokens_per_s)
             say(
-                f"{dtype}: {plateau.num_rows} rows at once, {plateau.tokens_per_s:.1f} tokens/s over "
-                f"{plateau.duration_s:.1f} s, {plateau.num_preemptions} preemptions"
+                f"{dtype}: {counted.most} rows at once, {counted.num_preemptions} preemptions; {rates[dtype][-1]:.1f} "
+                f"tokens/s while {counted.plateau.num_rows} decode, over {counted.plateau.duration_s:.1f} s"
             )
-    native = plateaus.pop("auto")
-    rows = {
-        dtype: [p.num_rows / n.num_rows for p, n in zip(found, native, strict=True)]
-        for dtype, found in plateaus.items()
-    }
-    rates = {
-        dtype: [p.tokens_per_s / n.tokens_per_s for p, n in zip(found, native, strict=True)]
-        for dtype, found in plateaus.items()
-    }
-    for dtype, ratios in rates.items():
-        say(f"decode rate of {dtype} against native: {spread(ratios)} x, at {median(rows[dtype]):.3g} x the rows")
+    for dtype in ROWS_GOALS:
+        say(f"decode rate of {dtype} against native: {spread(_ratios(rates, dtype))} x")
     return [
-        *(at_least(f"rows at once, {dtype} / native", rows[dtype], goal) for dtype, goal in ROWS_GOALS.items()),
-        *(at_least(f"decode tokens/s, {dtype} / native", rates[dtype], goal) for dtype, goal in RATE_GOALS.items()),
+        *(
+            at_least(f"rows at once, {dtype} / native", _ratios(rows, dtype), goal)
+            for dtype, goal in ROWS_GOALS.items()
+        ),
+        *(
+            at_least(f"decode tokens/s, {dtype} / native", _ratios(rates, dtype), goal)
+            for dtype, goal in RATE_GOALS.items()
+        ),
     ]
+
+
+def _ratios(values: dict[str, list[float]], dtype: str) -> list[float]:
+    return [value / native for value, native in zip(values[dtype], values["auto"], strict=True)]
 
 
 if __name__ == "__main__":
