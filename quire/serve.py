@@ -209,13 +209,12 @@ class Cell:
             kv_formats = ",".join(name_of(fmt) for fmt in settings.precision().formats)
         own = {"num_threads": num_threads, "kv_formats": kv_formats}
         environ = child_environ(settings, WorkerSettings, host=LOOPBACK, **own, **inside)
-        workers = []
-        for name in self._worker_names:
-            workers.append(await self._start_service(name, "worker_svc", environ, keepers))
-            if num_workers > 1:
-                await workers[0].address()
-        if num_workers > 1:
-            await asyncio.gather(*(worker.address() for worker in workers))
+        name, *other_names = self._worker_names
+        first = await self._start_service(name, "worker_svc", environ, keepers)
+        if other_names:
+            await first.address()
+        others = [await self._start_service(name, "worker_svc", environ, keepers) for name in other_names]
+        await asyncio.gather(*(worker.address() for worker in others))
 
     async def _start_service(
         self, name: str, module: str, environ: dict[str, str], keepers: asyncio.TaskGroup

@@ -15,7 +15,7 @@ from pydantic_settings import BaseSettings, CliSuppress, SettingsConfigDict
 from gateway.settings import GatewaySettings
 from protos.settings import ENV_PREFIX
 from protos.settings_files import FOLDERS_VARIABLE
-from scheduler_svc.core.precision import name_of
+from scheduler_svc.core.precision import NATIVE_DTYPES, name_of
 from scheduler_svc.settings import SchedulerSettings
 from worker_svc.settings import WorkerSettings
 
@@ -52,9 +52,8 @@ class ServeSettings(GatewaySettings, SchedulerSettings, WorkerSettings):
         formats = {name_of(fmt) for fmt in self.precision().formats}
         if self.kv_formats != "all" and (missing := formats - {"native", *self.kv_formats.split(",")}):
             raise ValueError(f"--kv-formats: without {', '.join(sorted(missing))}, which the precision policy uses")
-        dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(self.kv_cache_dtype, self.kv_cache_dtype)
-        own_dtype = "bfloat16" if self.dtype == "auto" else self.dtype
-        if dtype in ("bfloat16", "float16", "float32") and dtype != own_dtype:
+        dtype, own_dtype = NATIVE_DTYPES.get(self.kv_cache_dtype), "bfloat16" if self.dtype == "auto" else self.dtype
+        if dtype not in (None, own_dtype):
             raise ValueError(f"--kv-cache-dtype: native KV is {own_dtype}, as --dtype says, not {dtype}")
         return self
 

@@ -18,7 +18,7 @@ from scheduler_svc import convert
 from scheduler_svc.cell import Cell
 from scheduler_svc.core.arena import MAX_SLABS, PLACES_PER_SLAB
 from scheduler_svc.core.mixed_kv import stays_native
-from scheduler_svc.core.precision import PrecisionError
+from scheduler_svc.core.precision import NATIVE_DTYPES, PrecisionError
 from scheduler_svc.core.types import LaneId
 from scheduler_svc.errors import RegistrationRefusedError, StaleRegistrationError, WorkerUnreachableError
 from scheduler_svc.lane_driver import LaneDriver, LaneFencedError, LaneIdentity, LaneLostError, WorkerLink
@@ -31,8 +31,6 @@ logger = logging.getLogger(__name__)
 _SHARED_MODEL_FIELDS = ("fingerprint", "block_size", "max_model_len", "vocab_size", "dtype", "kv_cache_dtype")
 _REASONS = frozenset(reason.value for reason in Refusal)
 _MOST_REFUSALS = 2**48  # of one worker: whatever it says, sums of these can be told
-# What `--kv-cache-dtype` wants of workers, where it names a dtype.
-_DTYPES = {name: name for name in ("bfloat16", "float16", "float32")} | {"bf16": "bfloat16", "fp16": "float16"}
 
 
 class AllLanesFencedError(Exception):
@@ -176,7 +174,7 @@ class Registry:
         for name in ("block_size", "max_model_len", "vocab_size"):
             if getattr(model, name) == 0:
                 raise RegistrationRefusedError(f"the model's {name} is 0")
-        wanted = _DTYPES.get(self._cell.settings.kv_cache_dtype)
+        wanted = NATIVE_DTYPES.get(self._cell.settings.kv_cache_dtype)
         if wanted not in (None, model.kv_cache_dtype):
             raise RegistrationRefusedError(
                 f"--kv-cache-dtype: the cell wants {wanted}, the worker's native KV is {model.kv_cache_dtype}"

@@ -69,7 +69,7 @@ def load_worker(settings: WorkerSettings) -> LoadedWorker:
     device, backend = _device_and_backend(settings.device, find_gpus())
     dtype = choose_dtype(settings.dtype)
     folder = resolve_model(settings.model, logger.info)
-    config = _read_config(folder)
+    config = read_config(folder)
     limits = StepLimits(
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens or _DEFAULT_STEP_TOKENS[device.type],
@@ -139,7 +139,8 @@ def _make_compute(
     return make_gpu_compute(decoder, backend, sampler, limits, wish, buckets)
 
 
-def _read_config(folder: Path) -> ModelConfig:
+def read_config(folder: Path) -> ModelConfig:
+    """Return what a model folder says of its model. Raises StartupError, or the error of what a model may not be."""
     generation = folder / GENERATION_CONFIG_FILE
     try:
         config = json.loads((folder / CONFIG_FILE).read_bytes())

@@ -21,6 +21,15 @@ def _check_block_size(value: int) -> int:
 BlockSize = Annotated[int, AfterValidator(_check_block_size)]  # tokens
 
 
+def _check_device(value: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", value):
+        raise ValueError(f"{value} is none of auto, cpu, cuda and cuda:N")
+    return value
+
+
+Device = Annotated[str, AfterValidator(_check_device)]
+
+
 class WorkerSettings(ServiceSettings):
     """How a worker computes, what it keeps in memory, where it listens and whom it serves."""
 
@@ -52,7 +61,7 @@ class WorkerSettings(ServiceSettings):
         ge=0,
         description="seconds that running sequences get to finish after SIGTERM; what is left then goes on elsewhere",
     )
-    device: str = Field(
+    device: Device = Field(
         "auto",
         description="where to compute: auto, cpu, cuda or cuda:N; auto: the first GPU if it can be used, else the CPU",
     )
@@ -95,13 +104,6 @@ class WorkerSettings(ServiceSettings):
         for name in value.split(","):
             if name not in ("all", *KV_FORMATS):
                 raise ValueError(f"{name} is none of all, {', '.join(KV_FORMATS)}")
-        return value
-
-    @field_validator("device")
-    @classmethod
-    def _check_device(cls, value: str) -> str:
-        if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", value):
-            raise ValueError(f"{value} is none of auto, cpu, cuda and cuda:N")
         return value
 
     @field_validator("tensor_parallel_size")

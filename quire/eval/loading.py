@@ -1,6 +1,5 @@
 """The model that is measured, loaded as a worker loads it, and its tokenizer."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +9,11 @@ from tokenizers import Tokenizer
 
 from kernels.dispatch import Backend, backend_for
 from quire.eval.errors import EvalMistakeError
+from worker_svc.assembly import read_config
 from worker_svc.device import choose_device, choose_dtype, find_gpus, use_device
 from worker_svc.loader.checkpoint import Checkpoint
 from worker_svc.loader.errors import ModelError
 from worker_svc.loader.fingerprint import fingerprint
-from worker_svc.loader.folder import CONFIG_FILE, GENERATION_CONFIG_FILE
 from worker_svc.loader.resolve import Progress, resolve_model
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.decoder import Decoder
@@ -63,7 +62,7 @@ def load_model(model: str, dtype: str, device: str, progress: Progress) -> Loade
     backend = backend_for(target)
     use_device(target)
     folder = resolve_model(model, progress)
-    config = _read_config(folder)
+    config = read_config(folder)
     codec = TextCodec(_read_tokenizer(folder))
     decoder = Decoder.load(config, Checkpoint(folder), choose_dtype(dtype), target)
     name = folder.name if Path(model).expanduser().is_dir() else model
@@ -81,16 +80,6 @@ def use_threads(num_threads: int | None) -> None:
     """Have torch and the kernels compute on so many threads; None: as many as the environment says."""
     if num_threads is not None:
         torch.set_num_threads(num_threads)
-
-
-def _read_config(folder: Path) -> ModelConfig:
-    generation = folder / GENERATION_CONFIG_FILE
-    try:
-        config = json.loads((folder / CONFIG_FILE).read_bytes())
-        generation_config = json.loads(generation.read_bytes()) if generation.is_file() else None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"cannot read the model's config in {folder}: {error}") from error
-    return ModelConfig.from_hf(config, generation_config)
 
 
 def _read_tokenizer(folder: Path) -> Tokenizer:

@@ -8,7 +8,7 @@ from pydantic import ByteSize, Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from protos.settings import ServiceSettings
-from worker_svc.settings import BlockSize
+from worker_svc.settings import BlockSize, Device
 
 TASKS = ("text", "choices", "generation", "humaneval")
 _DEFAULT_TASKS = "text choices generation"
@@ -39,7 +39,9 @@ class EvalSettings(ServiceSettings):
     serve_dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         "auto", description="dtype of native KV in which bytes are reckoned; auto: bfloat16, as quire serve has it"
     )
-    device: str = Field("auto", description="where to compute: auto, cpu, cuda or cuda:N; auto: the first GPU, if any")
+    device: Device = Field(
+        "auto", description="where to compute: auto, cpu, cuda or cuda:N; auto: the first GPU, if any"
+    )
     num_threads: int | None = Field(
         None, ge=1, description="threads that compute on a CPU; none: one for each core this process may use"
     )
@@ -85,13 +87,6 @@ class EvalSettings(ServiceSettings):
         """What is measured, in the order of `TASKS`."""
         wanted = {*re.findall(r"[^\s,]+", self.tasks), *(["humaneval"] if self.humaneval else [])}
         return [task for task in TASKS if task in wanted]
-
-    @field_validator("device")
-    @classmethod
-    def _check_device(cls, value: str) -> str:
-        if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", value):
-            raise ValueError(f"{value} is none of auto, cpu, cuda and cuda:N")
-        return value
 
     @field_validator("tasks")
     @classmethod

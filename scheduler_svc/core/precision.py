@@ -14,14 +14,18 @@ from dataclasses import dataclass, field
 
 from scheduler_svc.core.types import Format
 
+# Names of `--kv-cache-dtype` that say what native KV is to be, beside the policy `native`.
+NATIVE_DTYPES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "float32": "float32",
+}
 # The policies that `--kv-cache-dtype` names.
 POLICY_OF_DTYPE = {
     "auto": "native",
-    "bf16": "native",
-    "fp16": "native",
-    "bfloat16": "native",
-    "float16": "native",
-    "float32": "native",
+    **dict.fromkeys(NATIVE_DTYPES, "native"),
     "int8": "native:1,int8",
     "fp8": "native:1,fp8",
     "k8v4": "native:1,k8v4",
