@@ -45,7 +45,7 @@ class Bench:
 
     def elementwise(self) -> Elementwise:
         """Return the operations between matrix products."""
-        return elementwise_for(self.device)
+        return elementwise_for(self.device, torch.bfloat16)
 
     def describe(self) -> str:
         """Return one line about device and libraries."""

@@ -64,10 +64,11 @@ class ModelCompute:
         """Run the decoder; see Compute."""
         bucket = None if self._graphs is None else bucket_for(batch, self._graphs.buckets)
         if self._graphs is None or bucket is None:
-            hidden, sampling_token_idxs = self._launch(batch)
+            hidden = self._launch(batch)
         else:
-            hidden, sampling_token_idxs = self._graphs.run(batch, bucket)
-        return self._decoder.compute_logits(hidden.index_select(0, sampling_token_idxs))
+            all_hidden, sampling_token_idxs = self._graphs.run(batch, bucket)
+            hidden = all_hidden.index_select(0, sampling_token_idxs)
+        return self._decoder.compute_logits(hidden)
 
     @torch.inference_mode()
     def record_graphs(self, graphs: DecodeGraphs, buckets: Sequence[int]) -> None:
@@ -101,13 +102,14 @@ class ModelCompute:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
-    def _launch(self, batch: StepBatch) -> tuple[Tensor, Tensor]:
-        """Launch every kernel of a step; return its hidden states [T, H] and its sampling_token_idxs on the device."""
+    def _launch(self, batch: StepBatch) -> Tensor:
+        """Launch every kernel of a step; return the hidden states [S, H] of its sampling tokens."""
         sent = send_batch(self._inputs, batch)
-        hidden = self._run_decoder(ForwardInputs.of(sent, sent.block_table, batch.max_query_len))
-        return hidden, sent.sampling_token_idxs
+        return self._run_decoder(
+            ForwardInputs.of(sent, sent.block_table, batch.max_query_len), sent.sampling_token_idxs
+        )
 
-    def _run_decoder(self, inputs: ForwardInputs) -> Tensor:
+    def _run_decoder(self, inputs: ForwardInputs, wanted: Tensor | None = None) -> Tensor:
         return self._decoder.forward(
             inputs.token_ids,
             inputs.positions,
@@ -116,6 +118,7 @@ class ModelCompute:
             inputs.slot_mapping,
             self._backend,
             self._layout,
+            wanted,
         )
 
     def _entries(self, entries: Sequence[int]) -> Tensor:

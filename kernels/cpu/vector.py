@@ -73,6 +73,11 @@ def emit_load(builder: Any, address: Any, tag: Any, lanes: int, *, upper: bool =
     """Emit a load of `lanes` elements of the tag's dtype, widened to float32; `upper` is for UINT4."""
     stored = widen(_STORED[tag], lanes)
     value = builder.load(builder.inttoptr(address, stored.as_pointer()), align=ITEM_BYTES[tag], typ=stored)
+    return _emit_widened(builder, value, tag, lanes, upper=upper)
+
+
+def _emit_widened(builder: Any, value: Any, tag: Any, lanes: int, *, upper: bool = False) -> Any:
+    """Emit the conversion of the tag's dtype to float32."""
     if tag == types.int16:
         return builder.fpext(value, widen(_FLOAT, lanes))
     if tag == types.uint16:  # a bfloat16 is the upper half of a float32
@@ -135,6 +140,18 @@ def load(_typing: Any, address: Any, tag: Any) -> Any:
 def load_scalar(_typing: Any, address: Any, tag: Any) -> Any:
     """load_scalar(address, tag): one element, widened."""
     return types.float32(address, tag), lambda _c, builder, sig, args: emit_load(builder, args[0], sig.args[1], 1)
+
+
+@instruction
+def widened(_typing: Any, x: Any) -> Any:
+    """widened(x): an element of an array of float32, or of bfloat16 as uint16, as a float."""
+    return types.float32(x), lambda _c, builder, sig, args: _emit_widened(builder, args[0], sig.args[0], 1)
+
+
+@instruction
+def narrowed(_typing: Any, x: Any, tag: Any) -> Any:
+    """narrowed(x, tag): what `widened` takes, rounded from a float to the tag's dtype."""
+    return tag(types.float32, tag), lambda _c, builder, sig, args: _emit_narrow(builder, args[0], sig.args[1])
 
 
 @instruction

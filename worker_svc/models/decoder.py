@@ -62,7 +62,8 @@ class Decoder:
         self._head = head
         self._activation_dtype = activation_dtype(dtype, self.device)
         self._rotary = Rotary(config.head_size, config.rope, config.max_position_embeddings, self.device)
-        self._elementwise: Elementwise = elementwise_for(self.device)
+        self._product_dtype = layers[0].qkv.dtype
+        self._elementwise: Elementwise = elementwise_for(self.device, self._product_dtype)
         self.attention_params = AttentionParams(config.head_size**-0.5, config.sliding_window)
 
     @classmethod
@@ -107,23 +108,25 @@ class Decoder:
         slot_mapping: Tensor,
         backend: Backend,
         layout: KVLayout,
+        wanted: Tensor | None = None,
     ) -> Tensor:
-        """Run a step's T tokens through all layers and return their hidden states [T, H] after the final norm.
+        """Run a step's T tokens through all layers and return hidden states after the final norm.
 
-        `token_ids`, `positions` (below the config's `max_position_embeddings`) and `slot_mapping` are int64 [T] in the
-        order of `batch.cu_seqlens_q`; `arena` is uint8 [num_layers, num_slabs, slab_bytes] and gets the tokens' keys
-        and values at `slot_mapping`.
+        Those of all tokens, [T, H]; or [R, H], those of the tokens at the indices `wanted` (int64 [R], R may be 0):
+        nobody reads the others' beyond the last layer's keys and values. `token_ids`, `positions` (below the config's
+        `max_position_embeddings`) and `slot_mapping` are int64 [T] in the order of `batch.cu_seqlens_q`; `arena` is
+        uint8 [num_layers, num_slabs, slab_bytes] and gets the tokens' keys and values at `slot_mapping`.
         """
         config, elementwise, eps = self.config, self._elementwise, self.config.rms_norm_eps
         split = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
         cos, sin = self._rotary.at(positions)
         residual = torch.embedding(self._embedding, token_ids).to(self._activation_dtype)
-        delta = torch.zeros_like(residual)
+        delta = torch.zeros_like(residual, dtype=self._product_dtype)
         # Written anew by every layer.
-        normed = torch.empty_like(residual)
-        attended = residual.new_empty(len(residual), config.num_heads, config.head_size)
+        normed = torch.empty_like(delta)
+        attended = delta.new_empty(len(delta), config.num_heads, config.head_size)
         attended_rows = attended.flatten(1)
-        gated = residual.new_empty(len(residual), config.intermediate_size)
+        gated = delta.new_empty(len(delta), config.intermediate_size)
         for layer, layer_arena in zip(self._layers, arena.unbind(0), strict=True):
             elementwise.add_rms_norm(residual, delta, layer.input_norm, eps, normed)
             heads = layer.qkv(normed).view(-1, sum(split), config.head_size)
@@ -131,16 +134,22 @@ class Decoder:
             query, key, value = torch.split_with_sizes(heads, split, dim=1)
             backend.write_kv(layer_arena, key, value, slot_mapping, layout)
             backend.paged_attention(query, layer_arena, batch, self.attention_params, layout, attended)
+            if wanted is not None and layer is self._layers[-1]:
+                if not len(wanted):
+                    return residual[:0]
+                residual, attended_rows = residual.index_select(0, wanted), attended_rows.index_select(0, wanted)
+                normed, gated = normed[: len(wanted)], gated[: len(wanted)]
             delta = layer.output(attended_rows)
             elementwise.add_rms_norm(residual, delta, layer.post_norm, eps, normed)
             elementwise.silu_mul(layer.gate_up(normed), gated)
             delta = layer.down(gated)
-        elementwise.add_rms_norm(residual, delta, self._final_norm, eps, normed)
-        return normed
+        hidden = torch.empty_like(residual)
+        elementwise.add_rms_norm(residual, delta.to(hidden.dtype), self._final_norm, eps, hidden)
+        return hidden
 
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits, float32 [R, vocab], of R hidden states [R, H] picked from `forward`'s; R may be 0."""
+        """Return the logits, float32 [R, vocab], of hidden states [R, H]; R may be 0."""
         if hidden.shape[0] == 0:
             return torch.empty(0, self.config.vocab_size, dtype=torch.float32, device=self.device)
         return self._head(hidden.contiguous())

@@ -18,7 +18,8 @@ class Elementwise(Protocol):
     def add_rms_norm(self, residual: Tensor, delta: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
         """residual += delta, then out = residual / rms(residual) * weight; all [T, H], weight [H].
 
-        The norm is RMSNorm over the last dimension (Zhang and Sennrich 2019).
+        The norm is RMSNorm over the last dimension (Zhang and Sennrich 2019). `delta` and `out` have one dtype, which
+        may be narrower than that of residual and weight.
         """
 
     def rotate(self, heads: Tensor, num_rotated: int, cos: Tensor, sin: Tensor) -> None:
@@ -57,13 +58,13 @@ class TorchElementwise:
         torch.mul(F.silu(gate), up, out=out)
 
 
-def elementwise_for(device: torch.device) -> Elementwise:
-    """Return the fastest implementation for a device; the CPU's is compiled, and takes float32 alone."""
+def elementwise_for(device: torch.device, product_dtype: torch.dtype) -> Elementwise:
+    """Return the fastest implementation for a device, and for what matrix products take and give."""
     # Imported here: each loads a compiler that the other device has no need of.
     if device.type == "cpu":
         from kernels.cpu.elementwise import CpuElementwise
 
-        return CpuElementwise()
+        return CpuElementwise(product_dtype)
     if device.type == "cuda":
         from kernels.triton.elementwise import TritonElementwise
 

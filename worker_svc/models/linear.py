@@ -12,7 +12,7 @@ plain float32 100, oneDNN packed float32 47, FBGEMM packed fp16 24. At 512 rows:
 | bfloat16, float16 | other CPU | `PackedHalfLinear` |
 
 A strategy that this build of torch lacks, or a weight beyond fp16's range, falls to the next: packed float32, then
-plain. On CPUs activations are float32 with every strategy; bf16's 8 bits of mantissa are exact in fp16.
+plain. bf16's 8 bits of mantissa are exact in fp16.
 """
 
 import functools
@@ -31,9 +31,10 @@ class Linear(Protocol):
     """y = x W^T + b."""
 
     weight_bytes: int  # held in memory, padding included
+    dtype: torch.dtype  # of x, and of y but a head's, which is float32
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return [T, out_features] in the activations' dtype for contiguous activations x [T, in_features]."""
+        """Return y [T, out_features] for contiguous x [T, in_features]."""
 
 
 class PlainLinear:
@@ -42,9 +43,10 @@ class PlainLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight, self._bias = weight, bias
         self.weight_bytes = weight.nbytes + _nbytes(bias)
+        self.dtype = weight.dtype
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the product in x's dtype."""
+        """Return the product."""
         return F.linear(x, self._weight, self._bias)
 
 
@@ -57,6 +59,7 @@ class PlainHead:
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
         self.weight_bytes = weight.nbytes
+        self.dtype = weight.dtype
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return float32 [T, out_features]."""
@@ -72,13 +75,15 @@ class PackedFloat32Linear:
     another order, is computed twice.
     """
 
+    dtype = torch.float32
+
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.to(torch.float32), None)
         self._bias = None if bias is None else bias.to(torch.float32).contiguous()  # oneDNN reads it as dense
         self.weight_bytes = 4 * weight.numel() + _nbytes(self._bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the product; x is float32."""
+        """Return the product."""
         if len(x) == 1:
             return self(x.expand(2, -1).contiguous())[:1]
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
@@ -86,7 +91,9 @@ class PackedFloat32Linear:
 
 
 class PackedBFloat16Linear:
-    """oneDNN, bf16 weights in its blocked layout, for CPUs with bf16 instructions; x is rounded to bf16."""
+    """oneDNN, bf16 weights in its blocked layout, for CPUs with bf16 instructions."""
+
+    dtype = torch.bfloat16
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.to(torch.bfloat16), None)
@@ -94,15 +101,15 @@ class PackedBFloat16Linear:
         self.weight_bytes = 2 * weight.numel() + _nbytes(self._bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the product; x and the result are float32."""
-        x = x.to(torch.bfloat16)
+        """Return the product."""
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
-        return y.to(torch.float32)
+        return y
 
 
 class PackedHalfLinear:
     """FBGEMM, fp16 weights in its blocked layout, multiplied in float32."""
 
+    dtype = torch.float32
     # FBGEMM allocates whole blocks of 512 inputs by 16 outputs; at 576 inputs that is 1.8 times the weights themselves.
     _BLOCK_INPUTS, _BLOCK_OUTPUTS = 512, 16
 
@@ -114,13 +121,13 @@ class PackedHalfLinear:
         self.weight_bytes = 2 * padded + _nbytes(bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the product; x is float32."""
+        """Return the product."""
         y: Tensor = torch.ops.quantized.linear_dynamic_fp16(x, self._packed)
         return y
 
 
 def activation_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the dtype of activations between products for a compute dtype: float32 on every CPU."""
+    """Return the dtype of the residual stream for a compute dtype: float32 on every CPU."""
     return torch.float32 if device.type == "cpu" else dtype
 
 
@@ -162,9 +169,9 @@ def _works(strategy: Callable[[Tensor, Tensor | None], Linear]) -> bool:
     weight = torch.linspace(-1.0, 1.0, 32 * 24).reshape(32, 24)
     x = torch.linspace(1.0, -0.5, 2 * 24).reshape(2, 24)
     try:
-        return torch.allclose(
-            strategy(weight, weight[:, 0])(x), F.linear(x, weight, weight[:, 0]), rtol=0.05, atol=0.05
-        )
+        product = strategy(weight, weight[:, 0])
+        y = product(x.to(product.dtype)).to(x.dtype)
+        return torch.allclose(y, F.linear(x, weight, weight[:, 0]), rtol=0.05, atol=0.05)
     except (RuntimeError, NotImplementedError, AttributeError):
         return False
 

@@ -47,6 +47,14 @@ class PagedRun:
 
     def step(self, scheduled: list[tuple[Row, int]]) -> None:
         """Run one forward over the next tokens of each row, (row, tokens), and keep all their logits."""
+        logits = iter(self.decoder.compute_logits(self.forward(scheduled)))
+        for row, num_tokens in scheduled:
+            for _ in range(num_tokens):
+                row.logits[row.num_computed] = next(logits)
+                row.num_computed += 1
+
+    def forward(self, scheduled: list[tuple[Row, int]], wanted: Tensor | None = None) -> Tensor:
+        """Return the hidden states of the next tokens of each row, which do not count as computed yet."""
         token_ids, positions, slots, cu_seqlens = [], [], [], [0]
         for row, num_tokens in scheduled:
             end = row.num_computed + num_tokens
@@ -58,7 +66,7 @@ class PagedRun:
                 token_ids.append(row.token_ids[position])
                 positions.append(position)
             cu_seqlens.append(len(token_ids))
-        hidden = self.decoder.forward(
+        return self.decoder.forward(
             torch.tensor(token_ids),
             torch.tensor(positions),
             self.arena,
@@ -66,12 +74,8 @@ class PagedRun:
             torch.tensor(slots),
             self.backend,
             self.layout,
+            wanted,
         )
-        logits = iter(self.decoder.compute_logits(hidden))
-        for row, num_tokens in scheduled:
-            for _ in range(num_tokens):
-                row.logits[row.num_computed] = next(logits)
-                row.num_computed += 1
 
     def _batch(self, scheduled: list[tuple[Row, int]], cu_seqlens: list[int]) -> AttentionBatch:
         width = max(len(row.block_ids) for row, _ in scheduled)

@@ -10,54 +10,62 @@ from worker_svc.models.elementwise import TorchElementwise
 # Rows on both sides of where work is shared out among threads, and no multiple of what a thread takes.
 ROWS = [1, 8, 9, 517]
 SIZES = [2, 48, 576]
+DTYPES = [torch.float32, torch.bfloat16]  # of what goes into products and comes out of them
 
 
 @pytest.fixture(scope="module")
 def compiled() -> CpuElementwise:
-    return CpuElementwise()
+    return CpuElementwise(torch.bfloat16)
 
 
 def make(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-@pytest.mark.parametrize("num_rows", ROWS)
-@pytest.mark.parametrize("size", SIZES)
-def test_add_rms_norm(compiled: CpuElementwise, num_rows: int, size: int) -> None:
-    weight, delta = make(size), make(num_rows, size) * 3
-    results = []
-    for operations in (compiled, TorchElementwise()):
-        residual, out = make(num_rows, size) + 1, torch.empty(num_rows, size)
-        operations.add_rms_norm(residual, delta, weight, 1e-5, out)
-        results.append((residual, out))
-    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
+def assert_rounded_from(result: Tensor, exact: Tensor) -> None:
+    """Assert that a result is the exact float32 one, to float32's own noise and one rounding to the result's dtype."""
+    half_a_step = torch.finfo(result.dtype).eps / 2 if result.dtype is torch.bfloat16 else 0.0
+    torch.testing.assert_close(result.float(), exact, rtol=1e-5 + half_a_step, atol=1e-6)
 
 
 @pytest.mark.parametrize("num_rows", ROWS)
 @pytest.mark.parametrize("size", SIZES)
-def test_rotate_leaves_the_heads_behind_alone(compiled: CpuElementwise, num_rows: int, size: int) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_add_rms_norm(compiled: CpuElementwise, dtype: torch.dtype, num_rows: int, size: int) -> None:
+    weight, delta = make(size), (make(num_rows, size) * 3).to(dtype)
+    residual, expected_residual = make(num_rows, size) + 1, make(num_rows, size) + 1
+    out, expected = torch.empty(num_rows, size, dtype=dtype), torch.empty(num_rows, size)
+    compiled.add_rms_norm(residual, delta, weight, 1e-5, out)
+    TorchElementwise().add_rms_norm(expected_residual, delta.float(), weight, 1e-5, expected)
+    torch.testing.assert_close(residual, expected_residual, rtol=1e-5, atol=1e-6)
+    assert_rounded_from(out, expected)
+
+
+@pytest.mark.parametrize("num_rows", ROWS)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotate_leaves_the_heads_behind_alone(
+    compiled: CpuElementwise, dtype: torch.dtype, num_rows: int, size: int
+) -> None:
     angles = make(num_rows, size // 2) * 50
-    original = make(num_rows, 5, size)
-    results = []
-    for operations in (compiled, TorchElementwise()):
-        heads = original.clone()
-        operations.rotate(heads, 4, angles.cos(), angles.sin())
-        results.append(heads)
-    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
-    assert torch.equal(results[0][:, 4:], original[:, 4:])
-    assert not torch.equal(results[0][:, 3], original[:, 3])
+    original = make(num_rows, 5, size).to(dtype)
+    heads, expected = original.clone(), original.float()
+    compiled.rotate(heads, 4, angles.cos(), angles.sin())
+    TorchElementwise().rotate(expected, 4, angles.cos(), angles.sin())
+    assert_rounded_from(heads, expected)
+    assert torch.equal(heads[:, 4:], original[:, 4:])
+    assert not torch.equal(heads[:, 3], original[:, 3])
 
 
 @pytest.mark.parametrize("num_rows", ROWS)
 @pytest.mark.parametrize("size", SIZES)
-def test_silu_mul(compiled: CpuElementwise, num_rows: int, size: int) -> None:
-    gate_up = make(num_rows, 2 * size) * 6
-    results = []
-    for operations in (compiled, TorchElementwise()):
-        out = torch.empty(num_rows, size)
-        operations.silu_mul(gate_up, out)
-        results.append(out)
-    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_mul(compiled: CpuElementwise, dtype: torch.dtype, num_rows: int, size: int) -> None:
+    gate_up = (make(num_rows, 2 * size) * 6).to(dtype)
+    out, expected = torch.empty(num_rows, size, dtype=dtype), torch.empty(num_rows, size)
+    compiled.silu_mul(gate_up, out)
+    TorchElementwise().silu_mul(gate_up.float(), expected)
+    assert_rounded_from(out, expected)
 
 
 def test_silu_of_extreme_gates(compiled: CpuElementwise) -> None:
@@ -68,12 +76,14 @@ def test_silu_of_extreme_gates(compiled: CpuElementwise) -> None:
     torch.testing.assert_close(out, torch.nn.functional.silu(gates), rtol=1e-6, atol=1e-30)
 
 
-def test_nan_is_not_lost(compiled: CpuElementwise) -> None:
-    out = torch.zeros(1, 1)
-    compiled.silu_mul(torch.tensor([[float("nan"), 1.0]]), out)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_is_not_lost(compiled: CpuElementwise, dtype: torch.dtype) -> None:
+    out = torch.zeros(1, 1, dtype=dtype)
+    compiled.silu_mul(torch.tensor([[float("nan"), 1.0]], dtype=dtype), out)
     assert out.isnan().all()
-    out = torch.zeros(1, 2)
-    compiled.add_rms_norm(torch.tensor([[float("nan"), 1.0]]), torch.zeros(1, 2), torch.ones(2), 1e-5, out)
+    out = torch.zeros(1, 2, dtype=dtype)
+    delta = torch.zeros(1, 2, dtype=dtype)
+    compiled.add_rms_norm(torch.tensor([[float("nan"), 1.0]]), delta, torch.ones(2), 1e-5, out)
     assert out.isnan().all()
 
 

@@ -31,8 +31,11 @@ def test_product_of_float32_activations(dtype: torch.dtype, with_bias: bool, num
     bias = weight[:, 0].clone() if with_bias else None
     x = make_weight(torch.float32, num_tokens)
     expected = F.linear(x, weight.float(), None if bias is None else bias.float())
-    tolerance = 0.02 if isinstance(make_linear(weight, None, CPU), PackedBFloat16Linear) else 1e-4
-    torch.testing.assert_close(make_linear(weight, bias, CPU)(x), expected, rtol=0.0, atol=tolerance)
+    product = make_linear(weight, bias, CPU)
+    y = product(x.to(product.dtype))
+    assert y.dtype is product.dtype
+    tolerance = 0.02 if isinstance(product, PackedBFloat16Linear) else 1e-4
+    torch.testing.assert_close(y.float(), expected, rtol=0.0, atol=tolerance)
     if bias is None:
         logits = make_head(weight, CPU)(x)
         assert logits.dtype is torch.float32
@@ -59,6 +62,7 @@ def test_half_weights_are_packed_in_two_bytes(dtype: torch.dtype, monkeypatch: p
 def test_bfloat16_hardware_is_used_for_all_but_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
     class Chosen:
         weight_bytes = 0
+        dtype = torch.bfloat16
 
         def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None: ...
 
