@@ -23,6 +23,8 @@ SCRIPTS = (
     "kv_capacity",
     "disconnects",
     "redis_outage",
+    "restart",
+    "workers",
     "static_batching",
 )
 

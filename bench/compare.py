@@ -30,12 +30,12 @@ class CompareSettings(BaseSettings):
 Measure = Callable[[CompareSettings, int], Coroutine[Any, Any, list[Finding]]]
 
 
-def run_comparison(measure: Measure, default_repeats: int) -> NoReturn:
-    """Run `measure(settings, repeats)` from the command line and print its findings.
+def run_comparison(measure: Measure, default_repeats: int, settings: CompareSettings | None = None) -> NoReturn:
+    """Run `measure(settings, repeats)` and print its findings; settings come from the command line if not given.
 
     Ends the process, with exit code 1 when a claim was missed.
     """
-    settings = CliApp.run(CompareSettings)
+    settings = settings or CliApp.run(CompareSettings)
     findings = asyncio.run(measure(settings, settings.repeats or default_repeats))
     for finding in findings:
         say(str(finding))
