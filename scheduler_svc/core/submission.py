@@ -42,7 +42,10 @@ def submit(state: State, request: Request) -> list[TokenRun]:
 
 
 def learn_limits(state: State, lane: Lane, max_model_len: int) -> list[TokenRun]:
-    """Note what a new lane can serve, and end what was queued before that was known and exceeds it; clamp the rest."""
+    """Note what a new lane can serve, and end what was queued before that was known and exceeds it; clamp the rest.
+
+    What was delivered of a sequence may be all that there is room for.
+    """
     max_model_len = state.max_model_len = max(state.max_model_len or 0, max_model_len)
     for floor, num_tokens in lane.kv.max_seq_tokens.items():
         state.max_seq_tokens[floor] = max(state.max_seq_tokens.get(floor, 0), num_tokens)
@@ -55,6 +58,8 @@ def learn_limits(state: State, lane: Lane, max_model_len: int) -> list[TokenRun]
         except SchedulerError as error:
             if seq.state is not SeqState.FINISHED:  # with its search
                 runs += end_whole(state, seq, FinishReason.ERROR, error)
+        else:
+            runs += _end_complete(state, seq)
     return runs
 
 
@@ -116,14 +121,18 @@ def _add_seqs(state: State, job: Job) -> list[TokenRun]:
     job.unforked = fresh[1:]
     for seq in job.unforked:
         seq.state = SeqState.UNFORKED
-    runs = []
     for seq in job.seqs:
         if seq.state is SeqState.WAITING:
             state.queue.add(seq)
-        reason = seq.finish_reason() if seq.num_output_tokens else None
-        if reason is not None:
-            runs.append(end(state, seq, reason))
-    return runs
+    return [run for seq in tuple(job.seqs) for run in _end_complete(state, seq)]
+
+
+def _end_complete(state: State, seq: Seq) -> list[TokenRun]:
+    """End a waiting sequence that was delivered to its last token; returns that end."""
+    if seq.state is not SeqState.WAITING or not seq.num_output_tokens:
+        return []
+    reason = seq.finish_reason()
+    return [end(state, seq, reason)] if reason is not None else []
 
 
 def _add_search(state: State, job: Job, params: BeamParams) -> list[TokenRun]:

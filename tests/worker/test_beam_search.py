@@ -19,7 +19,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.state import SchedulerConfig
 from scheduler_svc.core.types import FinishReason, LaneId, LaneSpec, TokenRun
 from scheduler_svc.index.memory import MemoryIndex
-from tests.scheduler.core.fake_worker import Top, plain_beam_search
+from tests.scheduler.core.fake_model import Top, plain_beam_search
 from tests.worker.models.checkpoints import CPU, VOCAB_SIZE, Saved, save
 from worker_svc.arena_plan import ArenaPlan
 from worker_svc.compute import ModelCompute

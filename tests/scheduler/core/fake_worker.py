@@ -2,117 +2,35 @@
 
 A slot's contents stand for the KV of a token, which depends on all tokens before it: they are a fingerprint of the
 prefix that ends there. So a wrong block, a missed copy, an early reuse or a stale hit shows at the first read. Formats
-keep the fingerprint, but a slab that is written in another format than before loses what it held.
+keep the fingerprint, but a slab that is written in another format than before loses what it held. A row that fails
+spoils what it was to write; who reads that samples a token that no undisturbed run has.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from protos.block_hash import BlockHash
 from scheduler_svc.core.types import (
     BlockId,
     Entry,
+    FailedRow,
     Format,
     NewRow,
     ResumedRow,
     SampledRows,
+    Seal,
     SeqId,
     StepPlan,
     StepResult,
     StepStatus,
 )
+from tests.scheduler.core.fake_model import SPOILT, BeamSampling, Top, fingerprint, next_token, top_of
 
-VOCAB_SIZE = 50
-
-
-@dataclass(frozen=True)
-class BeamSampling:
-    """What a worker is told of a row of a beam search."""
-
-    seed: int
-    num_top: int  # tokens that it reports with each that it samples
+POISON_SEED = 666  # a worker that computes a row with it dies
 
 
-@dataclass(frozen=True)
-class Top:
-    """The likeliest tokens at a place."""
-
-    top_token_ids: list[int]
-    top_logprobs: list[float]
-
-
-def fingerprint(before: int, token_id: int) -> int:
-    """Fold one token into the fingerprint of the tokens before it."""
-    return hash((before, token_id))
-
-
-def next_token(prefix: int, seed: int, sequence_idx: int) -> int:
-    """Return what the fake model samples after a prefix."""
-    return hash((prefix, seed, sequence_idx)) % VOCAB_SIZE
-
-
-def expected_tokens(
-    prompt: list[int], seed: int, sequence_idx: int, max_tokens: int, stops: frozenset[int]
-) -> list[int]:
-    """Return the output of an undisturbed run."""
-    prefix = 0
-    for token_id in prompt:
-        prefix = fingerprint(prefix, token_id)
-    output: list[int] = []
-    while len(output) < max_tokens and (not output or output[-1] not in stops):
-        output.append(next_token(prefix, seed, sequence_idx))
-        prefix = fingerprint(prefix, output[-1])
-    return output
-
-
-def top_of(prefix: int, seed: int, num_top: int) -> Top:
-    """Return the fake model's likeliest tokens after a prefix; some are equally likely."""
-    logprobs = {token_id: -(hash((prefix, seed, token_id)) % 200) / 20 for token_id in range(VOCAB_SIZE)}
-    best = sorted(logprobs, key=lambda token_id: (-logprobs[token_id], token_id))[:num_top]
-    return Top(best, [logprobs[token_id] for token_id in best])
-
-
-def expected_beams(
-    prompt: list[int], seed: int, width: int, length_penalty: float, max_tokens: int, stops: frozenset[int]
-) -> list[list[int]]:
-    """Return the answers of an undisturbed beam search, best first."""
-
-    def top_after(token_ids: list[int]) -> Top:
-        prefix = 0
-        for token_id in token_ids:
-            prefix = fingerprint(prefix, token_id)
-        return top_of(prefix, seed, 2 * width)
-
-    answers = plain_beam_search(prompt, top_after, width, length_penalty, max_tokens, stops)
-    return [output for output, _ in answers]
-
-
-def plain_beam_search(
-    prompt: list[int],
-    top_after: Callable[[list[int]], Top],
-    width: int,
-    length_penalty: float,
-    max_tokens: int,
-    stops: frozenset[int],
-) -> list[tuple[list[int], float]]:
-    """Search step by step until `max_tokens`, with nothing clever; return outputs and log probabilities, best first."""
-    live: list[tuple[list[int], float]] = [([], 0.0)]
-    completed: list[tuple[list[int], float]] = []
-    for _ in range(max_tokens):
-        candidates = []
-        for output, total in live:
-            top = top_after([*prompt, *output])
-            for token_id, logprob in zip(top.top_token_ids, top.top_logprobs, strict=True):
-                candidates.append(([*output, token_id], total + logprob))
-        candidates.sort(key=lambda candidate: -candidate[1])  # stable: by beam, then by token id where that is equal
-        completed += [candidate for candidate in candidates if candidate[0][-1] in stops]
-        live = [candidate for candidate in candidates if candidate[0][-1] not in stops][:width]
-
-    def score(answer: tuple[list[int], float]) -> float:
-        num_tokens = len(prompt) + len(answer[0]) - (answer[0][-1] in stops)
-        return float(answer[1] / num_tokens**length_penalty)
-
-    return sorted([*completed, *live], key=score, reverse=True)[:width]
+class WorkerDiedError(Exception):
+    """The worker computed what no worker survives."""
 
 
 @dataclass
@@ -133,9 +51,18 @@ class FakeWorker:
     slots: dict[tuple[BlockId, int], int] = field(default_factory=dict)
     slab_formats: dict[int, Format] = field(default_factory=dict)
     sealed: dict[BlockHash, int | None] = field(default_factory=dict)  # what each hash stands for
+    seals: dict[Entry, Seal] = field(default_factory=dict)  # of blocks that were not written since
+    failed_seq_ids: set[SeqId] = field(default_factory=set)  # rows that are skipped until they are sent anew
     num_copies: int = 0
     num_requantized: int = 0
     is_skipping: bool = False
+
+    def fence(self) -> list[Seal]:
+        """Forget all rows for a new epoch, and return the manifest."""
+        self.rows.clear()
+        self.failed_seq_ids.clear()
+        self.is_skipping = False
+        return list(self.seals.values())
 
     def take_arena(self, other: "FakeWorker") -> None:
         """Hold what another worker holds."""
@@ -147,16 +74,25 @@ class FakeWorker:
             for offset in range(self.block_size):
                 self._write(entry, offset, entry)
 
-    def run(self, plan: StepPlan, *, fails: bool = False) -> StepResult:
-        """Run a step as a real worker does; `fails`: as one whose forward breaks half way."""
+    def run(self, plan: StepPlan, *, fails: bool = False, failing_row_idx: int | None = None) -> StepResult:
+        """Run a step as a real worker does.
+
+        `fails`: as one whose forward breaks half way; `failing_row_idx`: as one that cannot compute that row, counted
+        round from the first. Raises WorkerDiedError where a row is poison.
+        """
         if plan.restart:
-            self.rows.clear()
-            self.is_skipping = False
+            self.fence()
         if self.is_skipping:
+            self._record_seals(plan)
             return StepResult(plan.step_id, StepStatus.SKIPPED)
         scheduled = self._update_mirror(plan)
-        self._check_seals(plan)
+        self._record_seals(plan)
         self._run_ops(plan, scheduled)
+        if any(self.rows[seq_id].sampling == POISON_SEED for seq_id in scheduled):
+            raise WorkerDiedError
+        failed_rows = []
+        if failing_row_idx is not None and scheduled:
+            failed_rows.append(self._fail_row(scheduled.pop(failing_row_idx % len(scheduled))))
         if fails:
             self.is_skipping = True
             for seq_id in scheduled[: len(scheduled) // 2]:
@@ -177,7 +113,14 @@ class FakeWorker:
                 [row.token_ids[-1] for row in rows],
                 logprobs=[0.0 if top is None else top for top in tops.values()] if any(tops.values()) else (),
             ),
+            failed_rows=failed_rows,
         )
+
+    def _fail_row(self, seq_id: SeqId) -> FailedRow:
+        row = self.rows[seq_id]
+        self._forward(row, fails=True)
+        self.failed_seq_ids.add(seq_id)
+        return FailedRow(seq_id, row.seq_epoch, "not a number")
 
     def _sample(self, row: Row, prefix: int) -> Top | None:
         if isinstance(row.sampling, int):
@@ -190,6 +133,7 @@ class FakeWorker:
     def _update_mirror(self, plan: StepPlan) -> list[SeqId]:
         for seq_id in plan.finished_seq_ids:
             del self.rows[seq_id]
+            self.failed_seq_ids.discard(seq_id)
         for resumed in plan.resumed_rows:
             self._resume(resumed)
         for new in plan.new_rows:
@@ -203,6 +147,8 @@ class FakeWorker:
         for seq_id, token_id in plan.picked_tokens:
             row = self.rows[seq_id]
             assert any(continued.seq_id == seq_id for continued in plan.continued_rows)
+            if seq_id in self.failed_seq_ids:
+                continue
             assert len(row.token_ids) == row.num_computed_tokens + 1
             row.token_ids[-1] = token_id
         for seq_id in plan.settled_seq_ids:
@@ -210,10 +156,11 @@ class FakeWorker:
         groups = (plan.resumed_rows, plan.new_rows, plan.continued_rows)
         scheduled = [*(row.seq_id for group in groups for row in group), *plan.settled_seq_ids]
         assert len(set(scheduled)) == len(scheduled), "a row is scheduled twice"
-        return scheduled
+        return [seq_id for seq_id in scheduled if seq_id not in self.failed_seq_ids]
 
     def _resume(self, resumed: ResumedRow) -> None:
         row = self.rows[resumed.seq_id]
+        self.failed_seq_ids.discard(resumed.seq_id)
         assert len(row.token_ids) >= resumed.num_tokens
         del row.token_ids[resumed.num_tokens :]
         row.entries = list(resumed.entries)
@@ -257,12 +204,14 @@ class FakeWorker:
         self.num_copies += len(ops.copy)
         self.num_requantized += len(ops.requantize)
 
-    def _check_seals(self, plan: StepPlan) -> None:
+    def _record_seals(self, plan: StepPlan) -> None:
         for seal in plan.seals:
             contents = [self._read(seal.entry, offset) for offset in range(self.block_size)]
             assert None not in contents, "a block is sealed that is not full"
+            assert SPOILT not in contents, "a block is sealed that a failed row wrote"
             sealed = self.sealed.setdefault(seal.block_hash, contents[-1])
             assert sealed == contents[-1], "a hash stands for different contents"
+            self.seals[seal.entry] = seal
 
     def _read(self, entry: Entry, offset: int) -> int | None:
         if self.slab_formats.get(_block(entry) // 256) is not _format(entry):
@@ -273,7 +222,9 @@ class FakeWorker:
         slab_idx = _block(entry) // 256
         if self.slab_formats.get(slab_idx) is not _format(entry):
             self.slots = {slot: value for slot, value in self.slots.items() if slot[0] // 256 != slab_idx}
+            self.seals = {other: seal for other, seal in self.seals.items() if _block(other) // 256 != slab_idx}
             self.slab_formats[slab_idx] = _format(entry)
+        self.seals.pop(entry, None)
         if content is None:
             self.slots.pop((_block(entry), offset), None)
         else:
@@ -283,8 +234,11 @@ class FakeWorker:
         first, last = row.num_computed_tokens, row.num_computed_tokens + row.num_scheduled_tokens - 1
         return set(row.entries[first // self.block_size : last // self.block_size + 1])
 
-    def _forward(self, row: Row) -> int:
-        """Write the scheduled tokens, check all that attention would read; return the fingerprint at the last one."""
+    def _forward(self, row: Row, *, fails: bool = False) -> int:
+        """Write the scheduled tokens, check all that attention would read; return the fingerprint at the last one.
+
+        Where the row fails, or reads what one that failed was to write, it spoils what it writes.
+        """
         end = row.num_computed_tokens + row.num_scheduled_tokens
         assert row.num_scheduled_tokens > 0
         assert end <= len(row.token_ids), "tokens are scheduled that the worker does not have"
@@ -294,10 +248,12 @@ class FakeWorker:
             entry, offset = row.entries[position // self.block_size], position % self.block_size
             if position >= row.num_computed_tokens:
                 assert _format(entry) is Format.NATIVE, "new tokens are written to native blocks"
-                self._write(entry, offset, prefix)
-            assert self._read(entry, offset) == prefix, f"entry {entry} does not hold position {position}"
+                self._write(entry, offset, SPOILT if fails else prefix)
+            content = self._read(entry, offset)
+            fails = fails or content == SPOILT
+            assert fails or content == prefix, f"entry {entry} does not hold position {position}"
         row.num_computed_tokens = end
-        return prefix
+        return SPOILT if fails else prefix
 
 
 def _block(entry: Entry) -> BlockId:

@@ -25,7 +25,8 @@ from scheduler_svc.core.types import (
     TokenRun,
 )
 from scheduler_svc.index.memory import MemoryIndex
-from tests.scheduler.core.fake_worker import BeamSampling, FakeWorker, expected_beams, expected_tokens
+from tests.scheduler.core.fake_model import BeamSampling, expected_beams, expected_tokens
+from tests.scheduler.core.fake_worker import FakeWorker
 
 BLOCK_SIZE = 4
 
@@ -132,9 +133,11 @@ class Cell:
         self.take(runs)
         return plan
 
-    def apply(self, name: str = "w0", *, fails: bool = False) -> None:
+    def apply(self, name: str = "w0", *, fails: bool = False, failing_row_idx: int | None = None) -> None:
+        """Have the worker run the oldest step in flight, and take its result; see FakeWorker.run."""
         lane_id = LaneId(name)
-        result = self.workers[lane_id].run(self.in_flight[lane_id].popleft(), fails=fails)
+        step = self.in_flight[lane_id].popleft()
+        result = self.workers[lane_id].run(step, fails=fails, failing_row_idx=failing_row_idx)
         self.take(self.scheduler.apply(lane_id, result))
 
     def expire(self, elapsed_ms: int = 0) -> None:
@@ -145,14 +148,13 @@ class Cell:
     def run_to_end(self, max_steps: int = 3000) -> None:
         """Keep two steps in flight on every lane until nothing is left to do."""
         for _ in range(max_steps):
-            for lane_id in self.workers:
+            for lane_id in list(self.workers):
                 while self.plan(lane_id) is not None:
                     pass
             if not any(self.in_flight.values()):
                 break
-            for lane_id, steps in self.in_flight.items():
-                if steps:
-                    self.apply(lane_id)
+            for lane_id in [lane_id for lane_id, steps in self.in_flight.items() if steps]:
+                self.apply(lane_id)
         assert not self.scheduler.request_ids(), "requests never ended"
         assert self.scheduler.num_waiting_seqs == self.scheduler.num_running_seqs == 0
 

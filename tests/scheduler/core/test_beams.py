@@ -27,7 +27,8 @@ from scheduler_svc.core.types import (
     StepResult,
     TokenRun,
 )
-from tests.scheduler.core.fake_worker import FakeWorker, Row, Top, expected_beams
+from tests.scheduler.core.fake_model import Top, expected_beams
+from tests.scheduler.core.fake_worker import FakeWorker, Row
 from tests.scheduler.core.helpers import (
     Cell,
     entries,

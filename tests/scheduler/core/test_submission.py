@@ -128,6 +128,16 @@ def test_a_request_whose_end_was_not_delivered_ends_at_once() -> None:
     assert cell.end("a").finish_reason is FinishReason.LENGTH
 
 
+def test_a_request_delivered_to_the_models_context_ends_when_the_first_worker_tells_that() -> None:
+    cell = make_cell(num_lanes=0)
+    text = expected_of(make_request("a", range(6), max_tokens=8))
+    cell.submit(make_request("a", range(6), max_tokens=8, delivered={0: Delivered(text[:4])}))
+    cell.add_lane("w0", make_spec(max_model_len=10))
+    assert cell.end("a").finish_reason is FinishReason.LENGTH
+    assert cell.output("a") == text[:4]
+    assert cell.plan() is None
+
+
 def test_a_prompt_that_fits_only_in_narrower_blocks_than_its_floor_is_refused() -> None:
     cell = make_cell(make_mixed_spec(16), precision=parse_policy("native", "int4"))
     cell.submit(make_request("any", range(200), max_tokens=4))
