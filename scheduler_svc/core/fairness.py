@@ -41,7 +41,7 @@ from heapq import heapify, heappop, heapreplace
 from scheduler_svc.core.kv_manager import KVManager
 from scheduler_svc.core.lane import Lane
 from scheduler_svc.core.sequence import Rank, Seq, SeqState, Tenant
-from scheduler_svc.core.types import FairnessPolicy, TenantStats
+from scheduler_svc.core.types import FairnessPolicy
 
 
 class FairQueue:
@@ -137,19 +137,6 @@ class FairQueue:
         held = [kv.num_native_blocks(row) for row in lane.rows() if row.job.tenant is seq.job.tenant]
         return bool(held) and sum(held) + kv.num_native_blocks(seq) > share * kv.pool.num_blocks
 
-    def stats(self) -> list[TenantStats]:
-        """Return the figures of all tenants that have a record."""
-        return [
-            TenantStats(
-                name=tenant.name,
-                num_waiting_seqs=tenant.num_waiting_seqs,
-                num_running_seqs=tenant.num_running_seqs,
-                num_served_tokens=tenant.num_served_tokens,
-                counter=tenant.counter,
-            )
-            for tenant in self._tenants.values()
-        ]
-
     def forget_idle(self) -> None:
         """Drop the records of tenants that have no sequence here, where they would make no difference."""
         if not any(tenant.num_seqs for tenant in self._tenants.values()):
@@ -228,7 +215,6 @@ def charge(seq: Seq, num_tokens: int) -> None:
 
 def charge_tokens(tenant: Tenant, num_tokens: int) -> None:
     """Charge the tenant for tokens that it was served."""
-    tenant.num_served_tokens += num_tokens
     tenant.counter += num_tokens / tenant.weight
 
 

@@ -34,7 +34,6 @@ from scheduler_svc.core.types import (
     Seal,
     StepPlan,
     StepResult,
-    TenantStats,
     TokenRun,
 )
 
@@ -179,10 +178,6 @@ class Scheduler:
     def lane_stats(self, lane_id: LaneId) -> LaneStats:
         """Return a lane's figures."""
         return self._state.lanes[lane_id].stats()
-
-    def tenant_stats(self) -> list[TenantStats]:
-        """Return the figures of the tenants that have sequences here, or had some lately."""
-        return self._state.queue.stats()
 
     def check_integrity(self) -> None:
         """Raise AssertionError when any two parts of the state disagree. O(everything), for tests."""

@@ -49,7 +49,6 @@ class Tenant:
     name: str
     weight: float
     counter: float = 0.0  # served tokens / weight, from where the tenant began to wait last
-    num_served_tokens: int = 0  # since there is this record
     num_seqs: int = 0  # that have not ended
     num_running_seqs: int = 0  # of these, rows of a lane
     waiting: list["Seq"] = field(default_factory=list)  # in the queue, by rank

@@ -389,14 +389,3 @@ class LaneStats:
     num_used_slots: int
     num_steps_in_flight: int
     is_draining: bool
-
-
-@dataclass(frozen=True, slots=True)
-class TenantStats:
-    """A tenant as it is now."""
-
-    name: str
-    num_waiting_seqs: int
-    num_running_seqs: int
-    num_served_tokens: int  # charged since it was idle last and forgotten
-    counter: float  # the one with the lowest goes first

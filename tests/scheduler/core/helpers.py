@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from protos.block_hash import root_hash
+from scheduler_svc.core.fairness import FairQueue
 from scheduler_svc.core.policy import SchedulingPolicy
 from scheduler_svc.core.precision import NATIVE_ONLY, PrecisionPolicy
 from scheduler_svc.core.scheduler import Scheduler
@@ -145,8 +146,14 @@ class Cell:
         self.now_ms += elapsed_ms
         self.take(self.scheduler.expire(self.now_ms))
 
-    def run_to_end(self, max_steps: int = 3000) -> None:
-        """Keep two steps in flight on every lane until nothing is left to do."""
+    def run_to_end(self) -> None:
+        """Run until nothing is left to do."""
+        self.run_until_idle()
+        assert not self.scheduler.request_ids(), "requests never ended"
+        assert self.scheduler.num_waiting_seqs == self.scheduler.num_running_seqs == 0
+
+    def run_until_idle(self, max_steps: int = 3000) -> None:
+        """Keep two steps in flight on every lane until there is none to plan."""
         for _ in range(max_steps):
             for lane_id in list(self.workers):
                 while self.plan(lane_id) is not None:
@@ -155,8 +162,11 @@ class Cell:
                 break
             for lane_id in [lane_id for lane_id, steps in self.in_flight.items() if steps]:
                 self.apply(lane_id)
-        assert not self.scheduler.request_ids(), "requests never ended"
-        assert self.scheduler.num_waiting_seqs == self.scheduler.num_running_seqs == 0
+
+    @property
+    def queue(self) -> FairQueue:
+        """The tenants' books, which the core shows to nobody."""
+        return self.scheduler._state.queue
 
     def output(self, name: str, sequence_idx: int = 0) -> list[int]:
         return self.clients[RequestId(name), sequence_idx].token_ids

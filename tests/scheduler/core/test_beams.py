@@ -535,8 +535,8 @@ def test_tenant_is_charged_once_for_the_prompt_and_for_each_token_of_a_beam(num_
             step(cell, f"w{loss}")
         cell.drop_lane(f"w{loss}")
         cell.add_lane(f"w{loss + 1}", make_spec())
-    while (stats := cell.scheduler.tenant_stats()) and stats[0].num_running_seqs + stats[0].num_waiting_seqs:
-        served = stats[0].num_served_tokens
+    while cell.queue.tenant("t").num_seqs:
+        served = cell.queue.tenant("t").counter
         step(cell, f"w{num_losses}")
     # The last step's, for the eighth tokens, are charged as it ends.
     assert served == 10 + 3 * 7

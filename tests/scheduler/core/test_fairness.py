@@ -4,6 +4,7 @@ import pytest
 
 from scheduler_svc.core.policy import MAX_PASSED_MS
 from scheduler_svc.core.precision import parse_policy
+from scheduler_svc.core.sequence import Tenant
 from scheduler_svc.core.types import (
     Delivered,
     ErrorCode,
@@ -11,7 +12,6 @@ from scheduler_svc.core.types import (
     FinishReason,
     LaneId,
     SchedulerError,
-    TenantStats,
 )
 from tests.scheduler.core.helpers import (
     BLOCK_SIZE,
@@ -58,8 +58,13 @@ def new_prompts(cell: Cell) -> list[tuple[int, ...]]:
     return [tuple(row.token_ids) for row in plan(cell).new_rows]
 
 
-def tenant(cell: Cell, name: str) -> TenantStats:
-    return next(stats for stats in cell.scheduler.tenant_stats() if stats.name == name)
+def tenant(cell: Cell, name: str) -> Tenant:
+    return cell.queue.tenant(name)
+
+
+def served_tokens(cell: Cell, name: str) -> float:
+    """Return what a tenant of weight 1, who never waited behind another, was charged."""
+    return tenant(cell, name).counter
 
 
 # ---- whose turn
@@ -214,9 +219,9 @@ def test_prompt_and_output_are_charged_once() -> None:
     cell.submit(make_request("a", range(10), tenant="a", max_tokens=7))
     cell.submit(make_request("b", range(10), tenant="b", max_tokens=7))
     plan(cell)
-    assert tenant(cell, "a").num_served_tokens == 3
+    assert served_tokens(cell, "a") == 3
     cell.run_to_end()
-    assert (tenant(cell, "a").num_served_tokens, tenant(cell, "b").num_served_tokens) == (17, 17)
+    assert (served_tokens(cell, "a"), served_tokens(cell, "b")) == (17, 17)
 
 
 def test_output_is_charged_at_block_borders() -> None:
@@ -226,10 +231,10 @@ def test_output_is_charged_at_block_borders() -> None:
     for _ in range(9):
         plan(cell)
         cell.apply()
-        served.append(tenant(cell, "a").num_served_tokens)
+        served.append(served_tokens(cell, "a"))
     assert served == [4, 5, 5, 5, 8, 9, 9, 9, 12]
     cell.abort("a")
-    assert tenant(cell, "a").num_served_tokens == 13
+    assert served_tokens(cell, "a") == 13
 
 
 def test_cached_tokens_are_free() -> None:
@@ -237,7 +242,7 @@ def test_cached_tokens_are_free() -> None:
     for name in ("first", "again"):
         cell.submit(make_request(name, range(12), tenant="a", max_tokens=3))
         cell.run_to_end()
-    assert tenant(cell, "a").num_served_tokens == 12 + 3 + 4 + 3
+    assert served_tokens(cell, "a") == 12 + 3 + 4 + 3
 
 
 def test_replays_are_free() -> None:
@@ -249,7 +254,7 @@ def test_replays_are_free() -> None:
     cell.drop_lane("w0")
     cell.add_lane("w1", make_spec(budget=3))
     cell.run_to_end()
-    assert tenant(cell, "a").num_served_tokens == 20
+    assert served_tokens(cell, "a") == 20
 
 
 def test_an_aborted_prompt_is_charged_as_far_as_it_was_computed() -> None:
@@ -257,14 +262,14 @@ def test_an_aborted_prompt_is_charged_as_far_as_it_was_computed() -> None:
     cell.submit(make_request("a", range(30), tenant="a"))
     plan(cell)
     cell.abort("a")
-    assert tenant(cell, "a").num_served_tokens == 8
+    assert served_tokens(cell, "a") == 8
 
 
 def test_samples_share_the_charge_for_their_prompt() -> None:
     cell = make_cell()
     cell.submit(make_request("a", range(10), tenant="a", n=3, max_tokens=5))
     cell.run_to_end()
-    assert tenant(cell, "a").num_served_tokens == 10 + 3 * 5
+    assert served_tokens(cell, "a") == 10 + 3 * 5
 
 
 def test_what_was_delivered_before_a_restart_is_free() -> None:
@@ -272,7 +277,7 @@ def test_what_was_delivered_before_a_restart_is_free() -> None:
     text = expected_of(make_request("a", range(6), max_tokens=8))
     cell.submit(make_request("a", range(6), tenant="a", max_tokens=8, delivered={0: Delivered(text[:5])}))
     cell.run_to_end()
-    assert tenant(cell, "a").num_served_tokens == 3
+    assert served_tokens(cell, "a") == 3
 
 
 # ---- the books
@@ -289,10 +294,10 @@ def test_tenants_that_are_gone_leave_no_record() -> None:
             cell.apply()
             cell.plan()
         cell.expire()
-        assert len(cell.scheduler.tenant_stats()) <= 3
+        assert cell.queue.num_tenants <= 3
     cell.abort("long")
     cell.expire()
-    assert cell.scheduler.tenant_stats() == []
+    assert cell.queue.num_tenants == 0
 
 
 def test_an_idle_cell_has_no_records() -> None:
@@ -301,7 +306,7 @@ def test_an_idle_cell_has_no_records() -> None:
     submit(cell, "b0", max_tokens=1)
     cell.run_to_end()
     cell.expire()
-    assert cell.scheduler.tenant_stats() == []
+    assert cell.queue.num_tenants == 0
 
 
 # ---- limits
@@ -434,4 +439,4 @@ def test_a_deadline_gives_everything_back() -> None:
     stats = cell.scheduler.lane_stats(LaneId("w0"))
     assert (stats.num_running_seqs, stats.num_free_blocks + stats.num_cached_blocks) == (0, stats.num_blocks)
     cell.expire()
-    assert cell.scheduler.tenant_stats() == []
+    assert cell.queue.num_tenants == 0
