@@ -133,6 +133,11 @@ class Lane:
         return self.max_num_seqs - self.num_rows - sum([len(job.unforked) for job in self.searches])
 
     @property
+    def is_drained(self) -> bool:
+        """Whether it drains, and has no row any more and no step in flight: nobody misses it."""
+        return self.is_draining and not self.num_rows and not self.in_flight
+
+    @property
     def next_step_id(self) -> StepId:
         """The step that is planned next."""
         return StepId(self.last_step_id + 1)

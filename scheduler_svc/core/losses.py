@@ -20,7 +20,7 @@ def drop_lane(state: State, lane_id: LaneId) -> list[TokenRun]:
     lane = state.lanes.pop(lane_id, None)
     if lane is None:
         return []
-    state.counters.worker_losses += not lane.is_draining
+    state.counters.worker_losses += not lane.is_drained
     state.index.drop_lane(lane_id)
     lost = _rows_at_stake(lane, {seq_id for step in lane.in_flight for seq_id in step.live_seq_ids()})
     runs = []

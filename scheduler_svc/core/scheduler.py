@@ -87,8 +87,7 @@ class Scheduler:
 
     def is_drained(self, lane_id: LaneId) -> bool:
         """Return whether a lane that drains has no row any more, and no step in flight."""
-        lane = self._state.lanes[lane_id]
-        return lane.is_draining and not lane.num_rows and not lane.in_flight
+        return self._state.lanes[lane_id].is_drained
 
     def drop_lane(self, lane_id: LaneId) -> list[TokenRun]:
         """Remove a worker that is gone. Its sequences go back to the queue and finish elsewhere.

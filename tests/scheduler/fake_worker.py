@@ -102,11 +102,11 @@ class FakeWorker(WorkerServicer):
         self._must_restart = False
         self._heartbeats: asyncio.Task[None] | None = None
         self._credentials = Credentials(self.token, self.certificates)
-        self._server = grpc.aio.server(interceptors=[TokenInterceptor(self.token, Refusals())], options=CHANNEL_OPTIONS)
 
     # ---- its life
 
     async def start(self) -> "FakeWorker":
+        self._server = grpc.aio.server(interceptors=[TokenInterceptor(self.token, Refusals())], options=CHANNEL_OPTIONS)
         add_WorkerServicer_to_server(self, self._server)
         port = self._credentials.add_port(self._server, "127.0.0.1:0")
         self.address = self.address or f"127.0.0.1:{port}"
@@ -145,6 +145,12 @@ class FakeWorker(WorkerServicer):
         self._breaks = asyncio.Event()
 
     async def register(self, scheduler_address: str, **changes: Any) -> None:
+        request = self.registration(**changes)
+        async with self._credentials.dial(scheduler_address) as channel:
+            await SchedulerStub(channel).Register(request, metadata=token_metadata(self.token))
+
+    def registration(self, **changes: Any) -> scheduler_pb2.RegisterRequest:
+        """Return what the worker says of itself as it begins a new epoch."""
         self.lane_epoch += 1
         fields: dict[str, Any] = {
             "protocol_version": PROTOCOL_VERSION,
@@ -158,9 +164,7 @@ class FakeWorker(WorkerServicer):
             "max_num_seqs": self.max_num_seqs,
             "max_num_batched_tokens": self.max_num_batched_tokens,
         }
-        async with self._credentials.dial(scheduler_address) as channel:
-            request = scheduler_pb2.RegisterRequest(**(fields | changes))
-            await SchedulerStub(channel).Register(request, metadata=token_metadata(self.token))
+        return scheduler_pb2.RegisterRequest(**(fields | changes))
 
     async def _send_heartbeats(self, scheduler_address: str) -> None:
         async with self._credentials.dial(scheduler_address) as channel:
@@ -203,7 +207,7 @@ class FakeWorker(WorkerServicer):
                 may_step = asyncio.create_task(self.may_step.wait())
                 await asyncio.wait((may_step, breaks), return_when=asyncio.FIRST_COMPLETED)
                 may_step.cancel()
-                result = None if breaks.done() else self._answer(request)
+                result = None if breaks.done() else self.answer(request)
                 if breaks.done() or self.num_results_to_lose:
                     self.num_results_to_lose -= not breaks.done()
                     await context.abort(grpc.StatusCode.UNAVAILABLE, "the stream broke")
@@ -214,7 +218,8 @@ class FakeWorker(WorkerServicer):
         finally:
             breaks.cancel()
 
-    def _answer(self, request: worker_pb2.StepRequest) -> worker_pb2.StepResult | None:
+    def answer(self, request: worker_pb2.StepRequest) -> worker_pb2.StepResult | None:
+        """Return a step's result, the kept one if it ran before; None: it is refused."""
         if request.lane_epoch != self._current_epoch or request.step_id > self._last_step_id + 1:
             return None
         if request.step_id not in self._results:

@@ -88,6 +88,17 @@ def test_a_draining_lane_ends_what_it_has_and_gets_nothing_new() -> None:
     cell.check_texts()
 
 
+def test_a_draining_lane_that_dies_with_rows_is_a_loss() -> None:
+    cell = make_cell(num_lanes=2)
+    cell.submit(make_request("a", range(10), max_tokens=6))
+    plan(cell, "w0")
+    cell.scheduler.drain_lane(LaneId("w0"))
+    cell.drop_lane("w0")
+    assert cell.scheduler.counters.worker_losses == 1
+    cell.run_to_end()
+    cell.check_texts()
+
+
 def test_what_another_lane_says_of_a_sequence_does_not_count() -> None:
     cell = make_cell(num_lanes=2)
     cell.submit(make_request("a", range(10), max_tokens=6))
