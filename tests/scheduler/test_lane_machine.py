@@ -30,7 +30,7 @@ from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.timing import Timing
 
 from .core.helpers import Client
-from .fake_worker import expected_output
+from .fake_worker import EOS_TOKEN_ID, expected_output
 from .wireless import WirelessLink, WirelessWorker, rpc_error
 
 TIMING = replace(Timing(), min_step_deadline_ms=2000, unmeasured_step_deadline_ms=5000)
@@ -129,6 +129,7 @@ class LaneMachine(RuleBasedStateMachine):
         result = worker.step()
         if result is not None:
             result.lane_epoch -= 1
+            result.sampled.token_ids[:] = [EOS_TOKEN_ID] * len(result.sampled.token_ids)
             worker.lines[-1].answer(result)
 
     @precondition(lambda self: self._awake())

@@ -21,6 +21,7 @@ from scheduler_svc.core.types import (
     Request,
     RequestId,
     SchedulerError,
+    StepPlan,
     TokenRun,
 )
 from scheduler_svc.index.memory import MemoryIndex
@@ -149,6 +150,13 @@ class DisturbedCell(Cell):
             self.workers[lane_id] = worker
             self.scheduler.restore(lane_id, worker.fence())
             self.scheduler.check_integrity()
+
+    def plan(self, name: str = "w0") -> StepPlan | None:
+        step = super().plan(name)
+        if step is not None and LaneId(name) in self.draining:
+            assert not step.resumed_rows
+            assert all(row.num_scheduled_tokens == 1 for row in step.new_rows), "not forked from a row that was there"
+        return step
 
     def apply(self, name: str = "w0", *, fails: bool = False, failing_row_idx: int | None = None) -> None:
         if fails or failing_row_idx is not None:

@@ -68,7 +68,7 @@ prompts = st.builds(
 requests = st.builds(
     partial(make_request, "without a name"),
     prompts,
-    max_tokens=st.integers(1, 24),
+    max_tokens=st.integers(1, 40),
     n=st.integers(1, 3),
     beams=st.sampled_from([None, None, BeamParams(), BeamParams(-1.0), BeamParams(2.5)]),
     seed=st.integers(0, 1),
