@@ -152,10 +152,11 @@ class DisturbedCell(Cell):
             self.scheduler.check_integrity()
 
     def plan(self, name: str = "w0") -> StepPlan | None:
+        num_runs = len(self.runs)
         step = super().plan(name)
-        if step is not None and LaneId(name) in self.draining:
-            assert not step.resumed_rows
-            assert all(row.num_scheduled_tokens == 1 for row in step.new_rows), "not forked from a row that was there"
+        if LaneId(name) in self.draining:
+            assert step is None or not step.resumed_rows
+            assert all(run.finish_reason for run in self.runs[num_runs:]), "a request begins on a lane that drains"
         return step
 
     def apply(self, name: str = "w0", *, fails: bool = False, failing_row_idx: int | None = None) -> None:
