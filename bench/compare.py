@@ -36,7 +36,11 @@ def run_comparison(measure: Measure, default_repeats: int, settings: CompareSett
     Ends the process, with exit code 1 when a claim was missed.
     """
     settings = settings or CliApp.run(CompareSettings)
-    findings = asyncio.run(measure(settings, settings.repeats or default_repeats))
+    conclude(asyncio.run(measure(settings, settings.repeats or default_repeats)), settings)
+
+
+def conclude(findings: list[Finding], settings: CompareSettings) -> NoReturn:
+    """Print findings, write them where `settings` says, and end the process, with exit code 1 when one was missed."""
     for finding in findings:
         say(str(finding))
     if settings.findings_path:

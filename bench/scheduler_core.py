@@ -6,27 +6,19 @@ tokens for each that ends).
 """
 
 import time
-from dataclasses import dataclass
 from statistics import mean
 
 from bench.compare import CompareSettings, run_comparison
+from bench.fake_worker import FakeWorker, make_request
 from bench.report import Finding, at_most, say, spread
-from protos.block_hash import root_hash
 from scheduler_svc.collector import collect_rarely
 from scheduler_svc.core.precision import NATIVE_ONLY, PrecisionPolicy, parse_policy
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.state import SchedulerConfig
 from scheduler_svc.core.types import (
-    EndingRules,
     Format,
     LaneId,
     LaneSpec,
-    Request,
-    RequestId,
-    SampledRows,
-    SeqId,
-    StepPlan,
-    StepResult,
     TokenRun,
 )
 from scheduler_svc.index.memory import MemoryIndex
@@ -35,46 +27,6 @@ LANE = LaneId("bench")
 ROWS = (8, 64, 256)
 PROMPT_TOKENS, CHURN_OUTPUT_TOKENS, ENDLESS_TOKENS = 128, 128, 100_000
 STEPS = 400
-
-
-@dataclass(slots=True)
-class _Row:
-    seq_epoch: int
-    num_tokens: int
-    num_computed_tokens: int
-
-
-class FakeWorker:
-    """Answers steps as a worker does, without a model: every sampled token is 7."""
-
-    def __init__(self) -> None:
-        self._rows: dict[SeqId, _Row] = {}
-
-    def run(self, plan: StepPlan) -> StepResult:
-        """Return a step's result."""
-        for seq_id in plan.finished_seq_ids:
-            self._rows.pop(seq_id, None)
-        scheduled: list[tuple[SeqId, int]] = []
-        for new in plan.new_rows:
-            self._rows[new.seq_id] = _Row(new.seq_epoch, len(new.token_ids), new.num_computed_tokens)
-            scheduled.append((new.seq_id, new.num_scheduled_tokens))
-        for resumed in plan.resumed_rows:
-            self._rows[resumed.seq_id] = _Row(resumed.seq_epoch, resumed.num_tokens, resumed.num_computed_tokens)
-            scheduled.append((resumed.seq_id, resumed.num_scheduled_tokens))
-        scheduled += [(row.seq_id, row.num_scheduled_tokens) for row in plan.continued_rows]
-        scheduled += [(seq_id, 1) for seq_id in plan.settled_seq_ids]
-        sampled = [seq_id for seq_id, num_tokens in scheduled if self._computes_all(seq_id, num_tokens)]
-        epochs = [self._rows[seq_id].seq_epoch for seq_id in sampled]
-        return StepResult(plan.step_id, sampled=SampledRows(sampled, epochs, [7] * len(sampled)))
-
-    def _computes_all(self, seq_id: SeqId, num_scheduled_tokens: int) -> bool:
-        """Return whether a row has no known token left to compute, so that it samples one."""
-        row = self._rows[seq_id]
-        row.num_computed_tokens += num_scheduled_tokens
-        if row.num_computed_tokens < row.num_tokens:
-            return False
-        row.num_tokens += 1
-        return True
 
 
 class Bench:
@@ -124,14 +76,8 @@ class Bench:
     def _submit(self) -> None:
         self._num_submitted += 1
         first = 1000 * self._num_submitted
-        request = Request(
-            request_id=RequestId(str(self._num_submitted)),
-            prompt_token_ids=list(range(first, first + PROMPT_TOKENS)),
-            ending=EndingRules(max_tokens=self._output_tokens),
-            sampling=None,
-            cache_root=root_hash(b"", b"", ""),
-        )
-        self._scheduler.submit(request)
+        prompt = list(range(first, first + PROMPT_TOKENS))
+        self._scheduler.submit(make_request(str(self._num_submitted), prompt, self._output_tokens))
 
 
 async def measure(settings: CompareSettings, repeats: int) -> list[Finding]:

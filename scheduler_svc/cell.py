@@ -116,7 +116,8 @@ class Cell:
             if self._look_elsewhere is not None and self.model is not None:
                 block_size = self.model.block_size
                 self._look_elsewhere(lambda: self.core.block_hashes(request.request_id, block_size))
-        self._take(runs)
+        self._route(runs)
+        self._wake_called()
 
     def abort(
         self, request_id: RequestId, sequence_idx: int | None = None, error: SchedulerError | None = None
@@ -146,6 +147,7 @@ class Cell:
             plan, runs = self.core.plan(lane_id, self._clock())
         if runs:
             self._route(runs)
+        self._wake_called()
         return plan
 
     def apply(self, lane_id: LaneId, result: StepResult) -> None:
@@ -153,11 +155,13 @@ class Cell:
         with self._guarded():
             runs = self.core.apply(lane_id, result)
         self._route(runs)
+        self._wake_called()
 
     def wake_lanes(self) -> None:
-        """Let every lane look for work."""
-        for wake in self._wake_by_lane.values():
-            wake()
+        """Let every lane that may have something to plan look for it."""
+        for lane_id, wake in self._wake_by_lane.items():
+            if self.core.may_plan(lane_id):
+                wake()
 
     def fail(self, error: BaseException) -> None:
         """Ask for the process's end; the first reason stands."""
@@ -167,6 +171,11 @@ class Cell:
     def _take(self, runs: Sequence[TokenRun]) -> None:
         self._route(runs)
         self.wake_lanes()
+
+    def _wake_called(self) -> None:
+        """Let the lanes that the core names look for work: what came in concerns no other."""
+        for lane_id in self.core.take_called():
+            self._wake_by_lane[lane_id]()
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:

@@ -93,10 +93,8 @@ def _fork(lane: Lane, job: Job, parent: Seq, token_id: int) -> Seq:
     """Make an unforked sequence a row that shares all that its parent has computed."""
     child = job.unforked.pop(0)
     child.become_child(parent, token_id)
-    lane.kv.fork(parent, child)
+    lane.fork(parent, child)
     child.num_sealed_blocks, child.num_aged_blocks = parent.num_sealed_blocks, parent.num_aged_blocks
-    child.state, child.lane_id = SeqState.RUNNING, lane.lane_id
-    lane.beams[child.seq_id] = child
     return child
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from scheduler_svc.core.arena import format_of
 from scheduler_svc.core.block_pool import Block
 from scheduler_svc.core.kv_manager import Growth, KVManager, Relocation
-from scheduler_svc.core.sequence import Job, Seq
+from scheduler_svc.core.sequence import Job, Seq, SeqState
 from scheduler_svc.core.types import (
     BlockOps,
     ContinuedRow,
@@ -121,11 +121,9 @@ class Lane:
     is_batch_open: bool = True  # static batching: rows may still join
     is_draining: bool = False  # its worker is about to leave: no row joins any more
     last_step_id: StepId = _NO_STEP
-
-    @property
-    def num_rows(self) -> int:
-        """Sequences that run here."""
-        return len(self.decoding) + len(self.prefilling) + len(self.beams)
+    # Kept as rows come and go, since a router looks at every lane:
+    num_rows: int = 0  # sequences that run here
+    num_uncomputed_tokens: int = 0  # known tokens of rows in `prefilling` that no step computes yet
 
     @property
     def num_free_rows(self) -> int:
@@ -163,11 +161,30 @@ class Lane:
             return self.next_step_id
         return self.last_step_id if self.in_flight else None
 
+    def begin(self, seq: Seq, hits: Sequence[Block]) -> None:
+        """Make a waiting sequence a row that starts with these sealed blocks, and has the rest to compute."""
+        seq.state, seq.lane_id = SeqState.RUNNING, self.lane_id
+        self.kv.admit(seq, hits)
+        self.prefilling[seq.seq_id] = seq
+        self.num_rows += 1
+        self.num_uncomputed_tokens += len(seq.token_ids) - seq.num_computed_tokens
+        if seq.job.search is not None:
+            self.searches[seq.job] = None
+
+    def fork(self, parent: Seq, child: Seq) -> None:
+        """Make an unforked sequence a row that shares what its parent has computed."""
+        self.kv.fork(parent, child)
+        child.state, child.lane_id = SeqState.RUNNING, self.lane_id
+        (self.decoding if child.job.search is None else self.beams)[child.seq_id] = child
+        self.num_rows += 1
+
     def remove(self, seq: Seq) -> None:
         """Take a row out; its blocks wait for the steps in flight. `seq` is as it was before it ran."""
+        if self.prefilling.pop(seq.seq_id, None) is not None:
+            self.num_uncomputed_tokens -= len(seq.token_ids) - seq.num_computed_tokens
         self.decoding.pop(seq.seq_id, None)
-        self.prefilling.pop(seq.seq_id, None)
         self.beams.pop(seq.seq_id, None)
+        self.num_rows -= 1
         self.kv.release(seq, self.quarantine_end())
         seq.leave_lane()
         if seq.job.search is not None and all(other.lane_id != self.lane_id for other in seq.job.seqs):

@@ -22,6 +22,7 @@ def drop_lane(state: State, lane_id: LaneId) -> list[TokenRun]:
         return []
     state.counters.worker_losses += not lane.is_drained
     state.index.drop_lane(lane_id)
+    state.router.called.pop(lane_id, None)
     lost = _rows_at_stake(lane, {seq_id for step in lane.in_flight for seq_id in step.live_seq_ids()})
     runs = []
     for seq in lane.rows():

@@ -16,8 +16,7 @@ from scheduler_svc.core.fairness import charge, goes_before, pick_victim, prompt
 from scheduler_svc.core.kv_manager import Growth
 from scheduler_svc.core.lane import Draft, Lane
 from scheduler_svc.core.policy import SchedulingPolicy, forget_passes, keeps_lane, pass_over, watermark_blocks
-from scheduler_svc.core.router import has_better_lane
-from scheduler_svc.core.sequence import Seq, SeqState, Tenant
+from scheduler_svc.core.sequence import Seq, Tenant
 from scheduler_svc.core.state import State
 from scheduler_svc.core.types import TokenRun
 
@@ -175,6 +174,7 @@ class StepPlanner:
         # What goes beyond the prompt is replayed output.
         self._state.counters.prompt_tokens += min(num_tokens, max(0, seq.num_prompt_tokens - seq.num_computed_tokens))
         self.draft.add_row(seq, num_tokens, growth)
+        lane.num_uncomputed_tokens -= num_tokens
         charge(seq, seq.num_computed_tokens)
         if seq.num_computed_tokens == len(seq.token_ids):
             del lane.prefilling[seq.seq_id]
@@ -195,11 +195,9 @@ class StepPlanner:
         for child in job.unforked:
             has_row = lane.num_free_rows and not queue.is_at_running_limit(job.tenant, 1)
             if has_row and lane.kv.can_fork(parent, child):
-                lane.kv.fork(parent, child)
+                lane.fork(parent, child)
                 spare(child, child.num_prompt_tokens)
                 job.tenant.num_running_seqs += 1
-                child.state, child.lane_id = SeqState.RUNNING, lane.lane_id
-                lane.decoding[child.seq_id] = child
             else:
                 self._state.wait(child)
         job.unforked = []
@@ -209,45 +207,43 @@ class StepPlanner:
 
         With `before` only those that go before the half computed prompts of that tenant.
         """
-        lane, state = self._lane, self._state
+        lane, router = self._lane, self._state.router
         if lane.is_draining:
             return
         unfitting: list[Seq] = []
         for seq in self._candidates(before):
             if len(unfitting) >= MAX_UNFITTING:
                 break
-            if not lane.could_serve(seq):
-                continue  # another lane can, or one that will come
             hits = lane.kv.cached_prefix(seq)
             if lane.kv.awaits_prefix(seq, len(hits)):
                 continue
             has_rows = seq.num_wanted_rows <= lane.num_free_rows
             if not has_rows or not lane.kv.can_admit(seq, hits, watermark_blocks(lane, seq)):
+                seq.better_lane = None  # it may be this one
                 if keeps_lane(seq, lane.lane_id, self._now_ms):
                     break
                 unfitting.append(seq)
                 continue
-            if len(state.lanes) > 1 and self._has_better_lane(seq, len(hits)):
+            if router.has_better_lane(seq, lane, len(hits)):
                 continue
             self._bind(seq, hits)
             for passed in unfitting:
                 pass_over(passed, self._now_ms)
 
     def _candidates(self, before: Tenant | None) -> Iterator[Seq]:
-        """Yield waiting sequences in turn while the lane has rows and tokens for one; see `_admit`."""
-        lane, queue = self._lane, self._state.queue
+        """Yield waiting sequences in turn while the lane has rows and tokens for one; see `_admit`.
+
+        Not those that another lane can serve alone, or one that will come, nor those known to be better off elsewhere.
+        """
+        lane, queue, router = self._lane, self._state.queue, self._state.router
         in_turn = queue.in_turn(self._is_barred)
         while lane.num_free_rows and self.draft.budget_tokens:
             seq = next(in_turn, None)
             if seq is None or (before is not None and not goes_before(seq.job.tenant, before)):
                 return
-            yield seq
-
-    def _has_better_lane(self, seq: Seq, num_hits: int) -> bool:
-        """Return whether `seq` should wait for another lane, one that its tenant's share does not close to it."""
-        lane, state = self._lane, self._state
-        others = (other for other in state.lanes.values() if not state.queue.exceeds_kv_share(seq, other))
-        return has_better_lane(seq, lane, num_hits, others, state.index)
+            is_left = seq.kept_lane_id is None and router.is_noted_lane_better(seq, lane)
+            if not is_left and lane.could_serve(seq):
+                yield seq
 
     def _is_barred(self, seq: Seq) -> bool:
         """Return whether a limit of its tenant keeps `seq` out of the lane."""
@@ -260,14 +256,11 @@ class StepPlanner:
         lane, state = self._lane, self._state
         state.queue.start(seq)
         forget_passes(seq)
+        seq.better_lane = None
         if seq.worker_lane_id is not None and seq.worker_lane_id != lane.lane_id:
             state.lanes[seq.worker_lane_id].forget_row(seq)
-        seq.state, seq.lane_id = SeqState.RUNNING, lane.lane_id
-        lane.kv.admit(seq, hits)
+        lane.begin(seq, hits)
         spare(seq, seq.num_computed_tokens)
-        lane.prefilling[seq.seq_id] = seq
-        if seq.job.search is not None:
-            lane.searches[seq.job] = None
         if seq.job.num_cached_tokens is None:
             seq.job.num_cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
             state.counters.prefix_cache_queries += seq.num_prompt_tokens

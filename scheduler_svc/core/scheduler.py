@@ -149,6 +149,21 @@ class Scheduler:
         self._state.counters.steps += 1
         return lane.finish(planner.draft), planner.runs
 
+    def may_plan(self, lane_id: LaneId) -> bool:
+        """Return whether planning the lane could give a step, as far as can be told without planning."""
+        lane = self._state.lanes[lane_id]
+        return lane.can_plan() and bool(self._state.queue or lane.num_rows or lane.has_news())
+
+    def take_called(self) -> list[LaneId]:
+        """Return the lanes that have become the best ones for something that waits, once: plan them.
+
+        So calls of `submit`, `plan` and `apply` make sure that no lane idles while something waits that it could run.
+        """
+        called = self._state.router.called
+        lane_ids = list(called)
+        called.clear()
+        return lane_ids
+
     def apply(self, lane_id: LaneId, result: StepResult) -> list[TokenRun]:
         """Take the result of the lane's oldest step in flight. What belongs to an older seq_epoch is ignored."""
         return results.apply_result(self._state, self._state.lanes[lane_id], result)

@@ -10,6 +10,7 @@ Where a running sequence's tokens stand (two steps may be in flight, so the sche
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from protos.block_hash import BlockHash, next_hash
 from scheduler_svc.core.beam_search import BeamSearch
@@ -40,6 +41,14 @@ class SeqState(Enum):
     WAITING = "waiting"  # in the queue
     RUNNING = "running"  # a row of a lane
     FINISHED = "finished"
+
+
+class BetterLane(NamedTuple):
+    """To which lane a waiting sequence was left last; see `router`."""
+
+    lane_id: LaneId
+    num_hits: int  # blocks of its prefix cached there
+    most_hits: int  # blocks of its prefix cached in any lane
 
 
 @dataclass(slots=True, eq=False)
@@ -109,6 +118,7 @@ class Seq:
     passed_since_ms: int | None = None
     homeless_since_ms: int | None = None  # while no lane is large enough for it
     kept_lane_id: LaneId | None = None  # admits nobody else until this sequence fits
+    better_lane: BetterLane | None = None  # while it waits
     # The row of a lane; reset by `leave_lane`.
     lane_id: LaneId | None = None
     table: list[Block] = field(default_factory=list)

@@ -11,6 +11,7 @@ from scheduler_svc.core.fairness import FairQueue
 from scheduler_svc.core.lane import Lane
 from scheduler_svc.core.policy import SchedulingPolicy
 from scheduler_svc.core.precision import NATIVE_ONLY, PrecisionPolicy
+from scheduler_svc.core.router import Router
 from scheduler_svc.core.sequence import Job, Seq, SeqState
 from scheduler_svc.core.types import Counters, FairnessPolicy, Format, LaneId, PrefixIndex, RequestId, SeqId
 
@@ -45,6 +46,10 @@ class State:
     max_model_len: int | None = None
     max_seq_tokens: dict[Format, int] = field(default_factory=dict)  # that a pool can hold, by a sequence's floor
     max_lane_rows: int | None = None
+    router: Router = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.router = Router(self.lanes, self.index, self.queue)
 
     @property
     def num_running_seqs(self) -> int:
@@ -57,9 +62,10 @@ class State:
         return len(self.seqs) - self.num_running_seqs
 
     def wait(self, seq: Seq) -> None:
-        """Put a sequence that is nowhere else in the queue."""
+        """Put a sequence that is nowhere else in the queue, and call a lane for it."""
         seq.state = SeqState.WAITING
         self.queue.add(seq)
+        self.router.call_lane_for(seq)
 
     def check_integrity(self) -> None:
         """Raise AssertionError when any two parts of the state disagree. O(everything), for tests."""
@@ -82,6 +88,9 @@ class State:
         self.queue.check_integrity(tuple(self.seqs.values()))
         for lane in self.lanes.values():
             lane.kv.check_integrity(lane.rows())
+            assert lane.num_rows == len(lane.rows())
+            uncomputed = [len(seq.token_ids) - seq.num_computed_tokens for seq in lane.prefilling.values()]
+            assert lane.num_uncomputed_tokens == sum(uncomputed)
             assert lane.num_free_rows >= 0
             assert set(lane.searches) == {seq.job for seq in lane.rows() if seq.job.search is not None}
             for seq in lane.beams.values():

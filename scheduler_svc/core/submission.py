@@ -123,7 +123,7 @@ def _add_seqs(state: State, job: Job) -> list[TokenRun]:
         seq.state = SeqState.UNFORKED
     for seq in job.seqs:
         if seq.state is SeqState.WAITING:
-            state.queue.add(seq)
+            state.wait(seq)
     return [run for seq in tuple(job.seqs) for run in _end_complete(state, seq)]
 
 

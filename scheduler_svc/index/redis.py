@@ -52,9 +52,9 @@ from redis.exceptions import (
 from protos.block_hash import BlockHash
 from scheduler_svc.core.types import Encoding, LaneId
 from scheduler_svc.index.breaker import Breaker
-from scheduler_svc.index.memory import MemoryIndex, prefix_lengths
+from scheduler_svc.index.memory import MemoryIndex
 from scheduler_svc.index.pending import PendingWrites, Write
-from scheduler_svc.index.redis_blocks import KEY_PREFIX, BlockKeys, block_keys
+from scheduler_svc.index.redis_blocks import KEY_PREFIX, BlockKeys, block_keys, prefix_lengths
 from scheduler_svc.index.redis_client import TRANSPORT_ERRORS, Command, RedisConnection
 from scheduler_svc.index.redis_url import RedisAddress
 from scheduler_svc.timing import Clock, IndexTiming

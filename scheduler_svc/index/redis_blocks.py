@@ -9,12 +9,13 @@ block of a look-up and 34 us for each of a write, with a script it is 2 us, and 
 nobody has. In a cluster the keys lie on different nodes, where no script may touch them together, so it is a pipeline.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from functools import cache
 from typing import Protocol
 
 from protos.block_hash import BlockHash
-from scheduler_svc.core.types import Encoding
+from scheduler_svc.core.types import Encoding, LaneId
 from scheduler_svc.index.pending import Write
 from scheduler_svc.index.redis_client import Command, RedisConnection
 
@@ -52,6 +53,23 @@ class BlockKeys(Protocol):
 
     async def read(self, block_hashes: Sequence[BlockHash]) -> list[list[bytes]]:
         """Return the instances of each block. What follows the first block without any may be left out."""
+
+
+def prefix_lengths(holders_of_blocks: Iterable[AbstractSet[LaneId]]) -> dict[LaneId, int]:
+    """Return how many blocks each lane holds from the first on, given the holders of each block, in order."""
+    lengths: dict[LaneId, int] = {}
+    holding: set[LaneId] | None = None
+    num_blocks = 0
+    for num_held, holders in enumerate(holders_of_blocks):
+        if holding is None:
+            holding = set(holders)
+        lengths.update((lane_id, num_held) for lane_id in holding - holders)
+        holding &= holders
+        num_blocks = num_held + 1
+        if not holding:
+            return lengths
+    lengths.update((lane_id, num_blocks) for lane_id in holding or ())
+    return lengths
 
 
 def block_keys(connection: RedisConnection, ttl_ms: int) -> BlockKeys:
