@@ -1,11 +1,13 @@
 """What a step costs the scheduler's core: microseconds of plan and apply, at 8, 64 and 256 decoding rows.
 
-A FakeWorker answers every step at once; its own time is not counted. Three cases: rows that decode on and on, the same
-with blocks that are narrowed as they age, and rows that come and go (128 output tokens each, and a new prompt of 128
-tokens for each that ends).
+A FakeWorker answers every step, two in flight; its own time is not counted. Three cases: rows that decode on and on,
+the same with blocks that are narrowed as they age, and rows that come and go (128 output tokens each, and a new prompt
+of 128 tokens for each that ends). Then the first and the last with 16 workers of 64 rows each, so that each new request
+is routed among all.
 """
 
 import time
+from collections import deque
 from statistics import mean
 
 from bench.compare import CompareSettings, run_comparison
@@ -19,26 +21,31 @@ from scheduler_svc.core.types import (
     Format,
     LaneId,
     LaneSpec,
+    StepResult,
     TokenRun,
 )
 from scheduler_svc.index.memory import MemoryIndex
 
-LANE = LaneId("bench")
 ROWS = (8, 64, 256)
 PROMPT_TOKENS, CHURN_OUTPUT_TOKENS, ENDLESS_TOKENS = 128, 128, 100_000
 STEPS = 400
+FLEET_WORKERS, FLEET_ROWS, FLEET_STEPS = 16, 64, 150
 
 
 class Bench:
-    """A scheduler with one lane and a number of rows."""
+    """A scheduler with lanes of a number of rows, all of which run."""
 
-    def __init__(self, num_rows: int, output_tokens: int, precision: PrecisionPolicy = NATIVE_ONLY) -> None:
+    def __init__(
+        self, num_rows: int, output_tokens: int, precision: PrecisionPolicy = NATIVE_ONLY, num_lanes: int = 1
+    ) -> None:
         self._output_tokens = output_tokens
         self._num_submitted = 0
-        self._worker = FakeWorker()
-        self._scheduler = Scheduler(
-            SchedulerConfig(max_num_seqs=num_rows, max_queued_seqs=num_rows, precision=precision), MemoryIndex()
-        )
+        self._workers = {LaneId(f"w{lane_idx}"): FakeWorker() for lane_idx in range(num_lanes)}
+        self._results: dict[LaneId, deque[StepResult]] = {lane_id: deque() for lane_id in self._workers}
+        self._core_ns = 0
+        num_seqs = num_rows * num_lanes
+        config = SchedulerConfig(max_num_seqs=num_rows, max_queued_seqs=num_seqs, precision=precision)
+        self._scheduler = Scheduler(config, MemoryIndex())
         longest = PROMPT_TOKENS + min(output_tokens, 3 * STEPS)
         spec = LaneSpec(
             num_blocks=num_rows * (longest // 16 + 2) // 16 * 16 + 16,
@@ -49,24 +56,37 @@ class Bench:
             max_model_len=2 * ENDLESS_TOKENS,
             quantized_blocks_per_slab={Format.INT8: 31, Format.INT4: 49},
         )
-        self._scheduler.add_lane(LANE, spec)
-        for _ in range(num_rows):
+        for lane_id in self._workers:
+            self._scheduler.add_lane(lane_id, spec)
+        for _ in range(num_seqs):
             self._submit()
         # Until every row decodes, and with rows that come and go until they do so at different times.
         for _ in range(2 * num_rows + 2 * CHURN_OUTPUT_TOKENS if output_tokens < ENDLESS_TOKENS else 2 * num_rows):
             self.step_us()
 
     def step_us(self) -> float:
-        """Run one step; return the core's microseconds: plan, apply, and submitting a request for each that ended."""
-        begin_ns = time.perf_counter_ns()
-        plan, _ = self._scheduler.plan(LANE, now_ms=0)
-        planned_ns = time.perf_counter_ns()
-        assert plan is not None
-        result = self._worker.run(plan)
-        answered_ns = time.perf_counter_ns()
-        runs = self._scheduler.apply(LANE, result)
-        self._replace(runs)
-        return (time.perf_counter_ns() - answered_ns + planned_ns - begin_ns) / 1e3
+        """Run a step of each lane, two being in flight; return the microseconds of CPU that the core took."""
+        self._core_ns = 0
+        for lane_id, results in self._results.items():
+            if results:
+                begin_ns = time.thread_time_ns()
+                self._replace(self._scheduler.apply(lane_id, results.popleft()))
+                self._core_ns += time.thread_time_ns() - begin_ns
+            self._plan(lane_id)
+            for called_id in self._scheduler.take_called():
+                self._plan(called_id)
+        return self._core_ns / 1e3
+
+    def _plan(self, lane_id: LaneId) -> None:
+        """Keep two steps of a lane in flight."""
+        results = self._results[lane_id]
+        while len(results) < 2:
+            begin_ns = time.thread_time_ns()
+            plan, _ = self._scheduler.plan(lane_id, now_ms=0)
+            self._core_ns += time.thread_time_ns() - begin_ns
+            if plan is None:
+                return
+            results.append(self._workers[lane_id].run(plan))
 
     def _replace(self, runs: list[TokenRun]) -> None:
         for run in runs:
@@ -100,7 +120,20 @@ async def measure(settings: CompareSettings, repeats: int) -> list[Finding]:
         say(f"{num_rows} rows that come and go: {spread(churn)} us a step")
         say(f"{num_rows} decoding rows, each block narrowed twice: {spread(narrowed)} us a step")
         findings.append(at_most(f"scheduler core, {num_rows} decoding rows", steady, 50 + 5 * num_rows, "us a step"))
-    return findings
+    return [*findings, *measure_fleet(repeats)]
+
+
+def measure_fleet(repeats: int) -> list[Finding]:
+    """Measure a cell of many workers."""
+    cases = {"decoding rows": ENDLESS_TOKENS, "rows that come and go": CHURN_OUTPUT_TOKENS}
+    row_us: dict[str, list[float]] = {name: [] for name in cases}
+    for _ in range(repeats):
+        for name, output_tokens in cases.items():
+            bench = Bench(FLEET_ROWS, output_tokens, num_lanes=FLEET_WORKERS)
+            step_us = mean(bench.step_us() for _ in range(FLEET_STEPS))
+            row_us[name].append(step_us / (FLEET_WORKERS * FLEET_ROWS))
+    fleet = f"{FLEET_WORKERS} workers x {FLEET_ROWS}"
+    return [at_most(f"scheduler core, {fleet} {name}", us, 5, "us a row and step") for name, us in row_us.items()]
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ class Draft:
     growths: dict[SeqId, Growth] = field(default_factory=dict)  # only of rows whose table asks for operations
     picked: dict[SeqId, int] = field(default_factory=dict)  # the tokens of beams, which the worker does not know
     preempted: set[SeqId] = field(default_factory=set)
+    num_prompt_tokens: int = 0  # see PlannedStep
 
     @property
     def is_empty(self) -> bool:
@@ -94,6 +95,7 @@ class PlannedStep:
     settled: list[Seq]
     settled_epochs: list[int]
     relocations: list[Relocation]
+    num_prompt_tokens: int  # of `prefilling` rows; those that left the draft again too
 
     def live_seq_ids(self) -> set[SeqId]:
         """Return the sequences for which the step still counts."""
@@ -124,6 +126,7 @@ class Lane:
     # Kept as rows come and go, since a router looks at every lane:
     num_rows: int = 0  # sequences that run here
     num_uncomputed_tokens: int = 0  # known tokens of rows in `prefilling` that no step computes yet
+    num_planned_tokens: int = 0  # of prompts, that the step being planned and those in flight compute
 
     @property
     def num_free_rows(self) -> int:
@@ -196,6 +199,17 @@ class Lane:
             self.finished_seq_ids.append(seq.seq_id)
             seq.worker_lane_id = None
 
+    def plan_chunk(self, draft: Draft, seq: Seq, num_tokens: int, growth: Growth) -> None:
+        """Have the draft compute the next known tokens of a row in `prefilling`."""
+        draft.add_row(seq, num_tokens, growth)
+        draft.num_prompt_tokens += num_tokens
+        self.num_planned_tokens += num_tokens
+        self.num_uncomputed_tokens -= num_tokens
+
+    def discard(self, draft: Draft) -> None:
+        """Forget a draft that does not become a step."""
+        self.num_planned_tokens -= draft.num_prompt_tokens
+
     def has_news(self) -> bool:
         """Return whether the worker should hear something even when no row runs."""
         return bool(self.finished_seq_ids or self.kv.new_seals or self.restart)
@@ -232,11 +246,19 @@ class Lane:
             ops=_block_ops(draft, relocations),
         )
         epochs = [seq.seq_epoch for seq in draft.settled]
-        self.in_flight.append(PlannedStep(self.last_step_id, draft.rows, draft.settled, epochs, relocations))
+        num_prompt_tokens = draft.num_prompt_tokens
+        step = PlannedStep(self.last_step_id, draft.rows, draft.settled, epochs, relocations, num_prompt_tokens)
+        self.in_flight.append(step)
         self.kv.pool.release(draft.copied_blocks(), self.last_step_id)
         self.finished_seq_ids, self.kv.new_seals, self.restart = [], [], False
         self.kv.relocations.clear()
         return plan
+
+    def end_step(self) -> PlannedStep:
+        """Take out the oldest step in flight: it has been answered."""
+        step = self.in_flight.popleft()
+        self.num_planned_tokens -= step.num_prompt_tokens
+        return step
 
     def _relocated_entries(self) -> list[EntryPatch]:
         """Return what relocations change in tables that the worker has, also of rows that sit the step out."""

@@ -21,6 +21,7 @@ from scheduler_svc.core.state import State
 from scheduler_svc.core.types import TokenRun
 
 MAX_UNFITTING = 8  # waiting sequences that a plan looks past for one that fits
+MAX_LEFT = 64  # likewise, that it leaves to lanes with room that are better for them: these come first
 
 
 class StepPlanner:
@@ -173,8 +174,7 @@ class StepPlanner:
         assert growth is not None, "a reservation was not kept"
         # What goes beyond the prompt is replayed output.
         self._state.counters.prompt_tokens += min(num_tokens, max(0, seq.num_prompt_tokens - seq.num_computed_tokens))
-        self.draft.add_row(seq, num_tokens, growth)
-        lane.num_uncomputed_tokens -= num_tokens
+        lane.plan_chunk(self.draft, seq, num_tokens, growth)
         charge(seq, seq.num_computed_tokens)
         if seq.num_computed_tokens == len(seq.token_ids):
             del lane.prefilling[seq.seq_id]
@@ -237,13 +237,16 @@ class StepPlanner:
         """
         lane, queue, router = self._lane, self._state.queue, self._state.router
         in_turn = queue.in_turn(self._is_barred)
-        while lane.num_free_rows and self.draft.budget_tokens:
+        num_left = 0
+        while lane.num_free_rows and self.draft.budget_tokens and num_left < MAX_LEFT:
             seq = next(in_turn, None)
             if seq is None or (before is not None and not goes_before(seq.job.tenant, before)):
                 return
-            is_left = seq.kept_lane_id is None and router.is_noted_lane_better(seq, lane)
-            if not is_left and lane.could_serve(seq):
+            if seq.kept_lane_id is None and router.is_noted_lane_better(seq, lane):
+                num_left += 1
+            elif lane.could_serve(seq):
                 yield seq
+                num_left += seq.better_lane is not None
 
     def _is_barred(self, seq: Seq) -> bool:
         """Return whether a limit of its tenant keeps `seq` out of the lane."""

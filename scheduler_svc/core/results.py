@@ -11,7 +11,7 @@ from scheduler_svc.core.types import FailedRow, SampledRows, StepResult, StepSta
 
 def apply_result(state: State, lane: Lane, result: StepResult) -> list[TokenRun]:
     """Take the result of the lane's oldest step in flight. What belongs to an older seq_epoch is ignored."""
-    step = lane.in_flight.popleft()
+    step = lane.end_step()
     assert step.step_id == result.step_id, f"step {result.step_id} answered, step {step.step_id} expected"
     runs = []
     if result.status is StepStatus.OK:

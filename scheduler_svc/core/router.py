@@ -58,6 +58,8 @@ class Router:
         A lane that cannot plan before one of its steps has been applied must be better by a row, and have more of the
         prefix if `lane` is idle. Of lanes of equal cost the one with more free blocks is better.
         """
+        if len(self.lanes) == 1:
+            return False
         if self.is_noted_lane_better(seq, lane, num_hits):
             return True
         better = self._find_better_lane(seq, lane, num_hits)
@@ -131,7 +133,8 @@ class Router:
 def _cost_tokens(lane: Lane, num_hits: int, *, is_planning: bool = False) -> int:
     """Return what a sequence costs in a lane, beyond its own tokens; a lane that cannot plan yet counts a row more."""
     num_rows = lane.num_rows + (not is_planning and not lane.can_plan())
-    return lane.num_uncomputed_tokens + ROW_COST_TOKENS * num_rows - num_hits * lane.kv.block_size
+    num_before = lane.num_uncomputed_tokens + lane.num_planned_tokens
+    return num_before + ROW_COST_TOKENS * num_rows - num_hits * lane.kv.block_size
 
 
 def _is_worth_waiting(other: Lane, num_other_hits: int, lane: Lane, num_hits: int) -> bool:

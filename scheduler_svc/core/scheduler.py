@@ -145,6 +145,7 @@ class Scheduler:
         planner.plan()
         withdraw_evicted(self._state, lane)
         if planner.draft.is_empty and not lane.kv.relocations and (lane.in_flight or not lane.has_news()):
+            lane.discard(planner.draft)
             return None, planner.runs
         self._state.counters.steps += 1
         return lane.finish(planner.draft), planner.runs

@@ -1,5 +1,9 @@
 """Which of several lanes a request goes to."""
 
+import random
+
+import pytest
+
 from scheduler_svc.core.precision import parse_policy
 from scheduler_svc.core.types import LaneId
 from tests.scheduler.core.helpers import make_cell, make_mixed_spec, make_request, make_spec, plan
@@ -69,4 +73,82 @@ def test_a_lane_that_is_too_small_is_not_waited_for() -> None:
     assert cell.plan("small") is None or not cell.in_flight[LaneId("small")][-1].new_rows
     assert len(plan(cell, "large").new_rows) == 1
     cell.run_to_end()
+    cell.check_texts()
+
+
+def test_prompts_that_are_being_computed_count_until_they_are() -> None:
+    cell = make_cell(make_spec(256, max_num_seqs=16, budget=1000), num_lanes=2)
+    cell.submit(make_request("short", range(4), n=2))
+    plan(cell, "w0")
+    cell.submit(make_request("long", range(1000, 1400)))
+    assert [row.seq_id for row in plan(cell, "w1").new_rows] == [3]
+    cell.submit(make_request("next", range(2000, 2400)))
+    assert plan(cell, "w1").new_rows == []  # it has a row, the other lane two, and hardly a prompt
+    assert 4 in [row.seq_id for row in plan(cell, "w0").new_rows]
+
+
+def test_what_comes_in_calls_the_best_lane_that_can_plan_and_no_other() -> None:
+    cell = make_cell(num_lanes=8)
+    cell.submit(make_request("a", range(12), max_tokens=2))
+    assert cell.scheduler.take_called() == ["w0"]
+    plan(cell, "w0")
+    cell.submit(make_request("b", range(20, 32)))
+    assert cell.scheduler.take_called() == ["w1"]
+    assert cell.scheduler.take_called() == []
+
+
+def test_a_lane_that_leaves_a_request_to_a_better_one_calls_that() -> None:
+    cell = make_cell(num_lanes=2)
+    cell.submit(make_request("a", range(12)))
+    plan(cell, "w0")
+    cell.submit(make_request("b", range(20, 32)))
+    cell.scheduler.take_called()
+    cell.plan("w0")
+    assert cell.scheduler.take_called() == ["w1"]
+
+
+def test_a_fleet_that_is_busy_is_not_called() -> None:
+    cell = make_cell(num_lanes=2)
+    for number in range(2):
+        cell.submit(make_request(f"r{number}", range(12 * number, 12 * number + 12)))
+        plan(cell, f"w{number}")
+    for lane_id in cell.workers:
+        while cell.plan(lane_id) is not None:
+            pass
+    cell.scheduler.take_called()
+    cell.submit(make_request("b", range(30, 42)))
+    assert cell.scheduler.take_called() == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_lanes_that_plan_after_their_results_and_when_called_leave_nothing_waiting(seed: int) -> None:
+    rng = random.Random(seed)
+    cell = make_cell(make_spec(24, max_num_seqs=4), num_lanes=5)
+    busy: list[LaneId] = []
+
+    def plan_called() -> None:
+        while called := cell.scheduler.take_called():
+            for lane_id in called:
+                plan_all(lane_id)
+
+    def plan_all(lane_id: LaneId) -> None:
+        while cell.plan(lane_id) is not None:
+            busy.append(lane_id)
+
+    def finish_a_step() -> None:
+        lane_id = busy.pop(rng.randrange(len(busy)))
+        cell.apply(lane_id)
+        plan_all(lane_id)
+        plan_called()
+
+    for number in range(60):
+        prompt = [rng.randrange(3)] * 12
+        prompt += [rng.randrange(100) for _ in range(rng.randrange(1, 20))]
+        cell.submit(make_request(f"r{number}", prompt, max_tokens=rng.randrange(1, 12)))
+        plan_called()
+        for _ in range(min(len(busy), rng.randrange(4))):
+            finish_a_step()
+    while busy:
+        finish_a_step()
+    assert cell.scheduler.num_waiting_seqs == cell.scheduler.num_running_seqs == 0
     cell.check_texts()
