@@ -13,6 +13,7 @@ from bench.report import say
 
 SCRIPTS = (
     "scheduler_core",
+    "simulate",
     "redis_index",
     "exact_text",
     "prefix",

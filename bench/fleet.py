@@ -10,7 +10,7 @@ Only the core's own time is real: it is measured around each call.
 
 import random
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -104,6 +104,7 @@ class Fleet:
     def __init__(self, num_workers: int, spread: Spread, seed: int) -> None:
         self.progress: dict[RequestId, Progress] = {}
         self.num_steps = self.num_row_steps = 0
+        self.num_output_tokens_at: Counter[int] = Counter()  # by the second of virtual time
         self._spread = spread
         self._rng = random.Random(seed)
         self._accelerator = Accelerator()
@@ -171,12 +172,15 @@ class Fleet:
             heappush(self._events, (lane.free_at_ms, self.num_steps, lane))
 
     def _take(self, runs: Sequence[TokenRun]) -> None:
+        num_output_tokens = 0
         for run in runs:
             progress = self.progress[run.request_id]
             if run.token_ids:
                 progress.num_output_tokens += len(run.token_ids)
+                num_output_tokens += len(run.token_ids)
                 if progress.first_token_ms is None:
                     progress.first_token_ms = self._now_ms
             if run.finish_reason is not None:
                 progress.end_ms = self._now_ms
                 self._core_of.pop(run.request_id).num_open -= 1
+        self.num_output_tokens_at[int(self._now_ms / 1e3)] += num_output_tokens
