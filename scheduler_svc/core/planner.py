@@ -7,7 +7,7 @@ prefilling rows    the next chunk of their prompt, as far as there are places; a
 waiting sequences  while rows, tokens and blocks are left, and nobody was preempted for this step
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from scheduler_svc.core.beams import start_over
 from scheduler_svc.core.block_pool import Block
@@ -21,6 +21,7 @@ from scheduler_svc.core.state import State
 from scheduler_svc.core.types import TokenRun
 
 MAX_UNFITTING = 8  # waiting sequences that a plan looks past for one that fits
+MAX_DEFERRED = 32  # likewise, for one whose prefix no other lane has more of
 MAX_LEFT = 64  # likewise, that it leaves to lanes with room that are better for them: these come first
 
 
@@ -211,24 +212,46 @@ class StepPlanner:
         if lane.is_draining:
             return
         unfitting: list[Seq] = []
+        deferred: list[Seq] = []
         for seq in self._candidates(before):
-            if len(unfitting) >= MAX_UNFITTING:
+            if len(unfitting) >= MAX_UNFITTING or len(deferred) >= MAX_DEFERRED:
                 break
             hits = lane.kv.cached_prefix(seq)
             if lane.kv.awaits_prefix(seq, len(hits)):
                 continue
-            has_rows = seq.num_wanted_rows <= lane.num_free_rows
-            if not has_rows or not lane.kv.can_admit(seq, hits, watermark_blocks(lane, seq)):
+            if not self._has_room(seq, hits):
                 seq.better_lane = None  # it may be this one
                 if keeps_lane(seq, lane.lane_id, self._now_ms):
                     break
                 unfitting.append(seq)
-                continue
-            if router.has_better_lane(seq, lane, len(hits)):
-                continue
-            self._bind(seq, hits)
-            for passed in unfitting:
-                pass_over(passed, self._now_ms)
+            elif not router.has_better_lane(seq, lane, len(hits)):
+                if self._is_held_elsewhere(seq, len(hits)):
+                    deferred.append(seq)
+                else:
+                    self._bind(seq, hits, passed=(*unfitting, *deferred))
+        self._admit_deferred(deferred)
+
+    def _admit_deferred(self, deferred: Sequence[Seq]) -> None:
+        """Bind sequences whose prefix is held elsewhere, with the room that others left."""
+        kv = self._lane.kv
+        for seq in deferred:
+            hits = kv.cached_prefix(seq)
+            if self.draft.budget_tokens and not kv.awaits_prefix(seq, len(hits)) and self._has_room(seq, hits):
+                self._bind(seq, hits)
+
+    def _has_room(self, seq: Seq, hits: list[Block]) -> bool:
+        lane = self._lane
+        has_rows = seq.num_wanted_rows <= lane.num_free_rows
+        return has_rows and lane.kv.can_admit(seq, hits, watermark_blocks(lane, seq))
+
+    def _is_held_elsewhere(self, seq: Seq, num_hits: int) -> bool:
+        """Return whether `seq` comes after others because a full lane has more of its prefix than this one.
+
+        Only while more wait than have room here, and until it was passed too often.
+        """
+        if len(self._state.queue) <= self._lane.num_free_rows or keeps_lane(seq, self._lane.lane_id, self._now_ms):
+            return False
+        return self._state.router.is_longer_elsewhere(seq, self._lane, num_hits)
 
     def _candidates(self, before: Tenant | None) -> Iterator[Seq]:
         """Yield waiting sequences in turn while the lane has rows and tokens for one; see `_admit`.
@@ -254,12 +277,14 @@ class StepPlanner:
         is_at_limit = queue.is_at_running_limit(seq.job.tenant, seq.num_wanted_rows)
         return is_at_limit or queue.exceeds_kv_share(seq, self._lane)
 
-    def _bind(self, seq: Seq, hits: list[Block]) -> None:
-        """Make a waiting sequence a row of the lane and schedule its first chunk."""
+    def _bind(self, seq: Seq, hits: list[Block], passed: Sequence[Seq] = ()) -> None:
+        """Make a waiting sequence a row of the lane, passing others, and schedule its first chunk."""
+        for other in passed:
+            pass_over(other, self._now_ms)
         lane, state = self._lane, self._state
         state.queue.start(seq)
         forget_passes(seq)
-        seq.better_lane = None
+        seq.better_lane = seq.longest_hint = None
         if seq.worker_lane_id is not None and seq.worker_lane_id != lane.lane_id:
             state.lanes[seq.worker_lane_id].forget_row(seq)
         lane.begin(seq, hits)

@@ -17,6 +17,9 @@ alone, and only a lane that beats it compares all.
                               ▼
                          bound here
 
+Where lanes are full there is nothing to choose, and whichever has room next would take what waits longest. There the
+planner takes first those of whose prefix no other lane has more (`is_longer_elsewhere`).
+
 A lane to which nothing happened has something to plan only when it is called.
 """
 
@@ -66,6 +69,14 @@ class Router:
         if better is not None and better.can_plan():
             self.called[better.lane_id] = None
         return better is not None
+
+    def is_longer_elsewhere(self, seq: Seq, lane: Lane, num_hits: int) -> bool:
+        """Return whether some lane, full or not, had more of the prefix of `seq` when that was first asked."""
+        if len(self.lanes) == 1:
+            return False
+        if seq.longest_hint is None:
+            seq.longest_hint = max(self._hints(seq, lane.kv.block_size).values(), default=0)
+        return seq.longest_hint > num_hits
 
     def is_noted_lane_better(self, seq: Seq, lane: Lane, num_hits: int | None = None) -> bool:
         """Return whether the lane that was found better for `seq` last has room still, and is better than `lane`.

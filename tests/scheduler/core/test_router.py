@@ -6,7 +6,7 @@ import pytest
 
 from scheduler_svc.core.precision import parse_policy
 from scheduler_svc.core.types import LaneId
-from tests.scheduler.core.helpers import make_cell, make_mixed_spec, make_request, make_spec, plan
+from tests.scheduler.core.helpers import Cell, make_cell, make_mixed_spec, make_request, make_spec, plan
 
 
 def test_a_request_goes_where_its_prefix_is() -> None:
@@ -85,6 +85,61 @@ def test_prompts_that_are_being_computed_count_until_they_are() -> None:
     cell.submit(make_request("next", range(2000, 2400)))
     assert plan(cell, "w1").new_rows == []  # it has a row, the other lane two, and hardly a prompt
     assert 4 in [row.seq_id for row in plan(cell, "w0").new_rows]
+
+
+def make_full_cell_with_a_prefix_on_w0(num_free_rows: int = 1) -> Cell:
+    """Return a cell of two lanes: w0 is full and holds the prefix range(12), w1 has rows left."""
+    cell = make_cell(make_spec(max_num_seqs=2, budget=32), num_lanes=1)
+    cell.add_lane("w1", make_spec(max_num_seqs=1 + num_free_rows, budget=32))
+    cell.submit(make_request("prefix", range(13), max_tokens=60))
+    plan(cell, "w0")
+    cell.apply("w0")
+    cell.submit(make_request("one", range(100, 110), max_tokens=60))
+    plan(cell, "w1")
+    cell.submit(make_request("two", range(200, 210), max_tokens=60))
+    plan(cell, "w0")
+    cell.apply("w1")
+    assert [cell.scheduler.num_rows(lane_id) for lane_id in cell.workers] == [2, 1]
+    return cell
+
+
+def test_where_more_wait_than_have_room_a_full_lane_keeps_those_of_its_prefixes() -> None:
+    cell = make_full_cell_with_a_prefix_on_w0()
+    cell.submit(make_request("of the prefix", [*range(12), 50]))
+    cell.submit(make_request("of none", range(300, 310)))
+    assert [row.seq_id for row in plan(cell, "w1").new_rows] == [5]
+    cell.abort("two")
+    cell.apply("w0")
+    assert [(row.seq_id, row.num_computed_tokens) for row in plan(cell, "w0").new_rows] == [(4, 12)]
+    cell.run_to_end()
+    cell.check_texts()
+
+
+def test_room_that_nobody_else_wants_goes_to_one_whose_prefix_is_elsewhere() -> None:
+    cell = make_full_cell_with_a_prefix_on_w0()
+    cell.submit(make_request("a", [*range(12), 50]))
+    cell.submit(make_request("b", [*range(12), 60]))
+    assert [row.seq_id for row in plan(cell, "w1").new_rows] == [4]
+
+
+def test_where_there_is_room_for_all_nobody_is_passed_for_a_prefix() -> None:
+    cell = make_full_cell_with_a_prefix_on_w0(num_free_rows=2)
+    cell.submit(make_request("of the prefix", [*range(12), 50]))
+    cell.submit(make_request("of none", range(300, 310)))
+    assert [row.seq_id for row in plan(cell, "w1").new_rows] == [4, 5]
+
+
+def test_a_request_is_not_passed_for_its_prefix_for_ever() -> None:
+    cell = make_full_cell_with_a_prefix_on_w0()
+    cell.submit(make_request("of the prefix", [*range(12), 50]))
+    for number in range(3):
+        cell.submit(make_request(f"r{number}", range(300 + number, 310 + number), max_tokens=2))
+    new_rows = []
+    while 4 not in new_rows:
+        new_rows += [row.seq_id for row in plan(cell, "w1").new_rows]
+        cell.apply("w1")
+        cell.now_ms += 1000
+    assert new_rows == [5, 4]
 
 
 def test_what_comes_in_calls_the_best_lane_that_can_plan_and_no_other() -> None:
