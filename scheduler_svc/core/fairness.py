@@ -19,10 +19,10 @@ virtual time, else leaving for a moment would wipe out what it was served. When 
 
 *Exceptions to the order.* What was let in before a restart goes before all that is new, whoever sent it: somebody is
 reading these streams. A tenant whose sequence cannot go (it does not fit, its prefix is under way, another lane is
-better) steps behind all others for the rest of this plan, so that its large requests do not use up the looks that a
-plan takes. Those that were looked at before the one that is admitted count as passed, as with one tenant, and in the
-end a lane is kept for them (policy.keeps_lane). It is kept from those whose turn comes later: a tenant that was served
-less may still go before, until its counter has grown, and so nobody is passed for ever.
+better, or full and has its prefix) steps behind all others for the rest of this plan, so that its large requests do not
+use up the looks that a plan takes. Those that were looked at before the one that is admitted count as passed, as with
+one tenant, and in the end a lane is kept for them (policy.keeps_lane). It is kept from those whose turn comes later: a
+tenant that was served less may still go before, until its counter has grown, and so nobody is passed for ever.
 
 *Prompts half computed.* A prompt is admitted whole and computed in chunks, and a long one must not hold up the others
 for so long. So a tenant of whom nothing runs may begin before the half computed prompts of others, in its turn

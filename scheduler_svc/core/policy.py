@@ -18,7 +18,7 @@ class SchedulingPolicy(Enum):
 
 
 def pass_over(seq: Seq, now_ms: int) -> None:
-    """Record that another sequence was admitted before `seq`, which did not fit."""
+    """Record that another sequence was admitted before `seq`, which did not fit, or has its prefix elsewhere."""
     seq.times_passed += 1
     if seq.passed_since_ms is None:
         seq.passed_since_ms = now_ms

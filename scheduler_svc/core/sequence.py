@@ -114,7 +114,7 @@ class Seq:
     end: TokenRun | None = None  # its terminal run, without tokens
     num_charged_tokens: int = 0  # of token_ids, from the first on: charged to the tenant, or free
     num_losses: int = 0  # steps in flight lost in a row, without a new token between
-    times_passed: int = 0  # admissions of others while it did not fit
+    times_passed: int = 0  # admissions of others while it did not fit, or had its prefix elsewhere
     passed_since_ms: int | None = None
     homeless_since_ms: int | None = None  # while no lane is large enough for it
     kept_lane_id: LaneId | None = None  # admits nobody else until this sequence fits
