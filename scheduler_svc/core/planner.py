@@ -225,18 +225,21 @@ class StepPlanner:
                     break
                 unfitting.append(seq)
             elif not router.has_better_lane(seq, lane, len(hits)):
-                if self._is_held_elsewhere(seq, len(hits)):
+                if before is None and self._is_held_elsewhere(seq, len(hits)):
                     deferred.append(seq)
                 else:
                     self._bind(seq, hits, passed=(*unfitting, *deferred))
         self._admit_deferred(deferred)
 
     def _admit_deferred(self, deferred: Sequence[Seq]) -> None:
-        """Bind sequences whose prefix is held elsewhere, with the room that others left."""
-        kv = self._lane.kv
+        """Bind sequences whose prefix is held elsewhere where others left room, and limits allow it still."""
+        kv, router = self._lane.kv, self._state.router
         for seq in deferred:
+            if not self.draft.budget_tokens or self._is_barred(seq):
+                continue
             hits = kv.cached_prefix(seq)
-            if self.draft.budget_tokens and not kv.awaits_prefix(seq, len(hits)) and self._has_room(seq, hits):
+            is_taken = not kv.awaits_prefix(seq, len(hits)) and self._has_room(seq, hits)
+            if is_taken and not router.has_better_lane(seq, self._lane, len(hits)):
                 self._bind(seq, hits)
 
     def _has_room(self, seq: Seq, hits: list[Block]) -> bool:

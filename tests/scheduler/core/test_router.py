@@ -5,7 +5,7 @@ import random
 import pytest
 
 from scheduler_svc.core.precision import parse_policy
-from scheduler_svc.core.types import LaneId
+from scheduler_svc.core.types import FairnessPolicy, LaneId
 from tests.scheduler.core.helpers import Cell, make_cell, make_mixed_spec, make_request, make_spec, plan
 
 
@@ -87,9 +87,9 @@ def test_prompts_that_are_being_computed_count_until_they_are() -> None:
     assert 4 in [row.seq_id for row in plan(cell, "w0").new_rows]
 
 
-def make_full_cell_with_a_prefix_on_w0(num_free_rows: int = 1) -> Cell:
+def make_full_cell_with_a_prefix_on_w0(num_free_rows: int = 1, fairness: FairnessPolicy | None = None) -> Cell:
     """Return a cell of two lanes: w0 is full and holds the prefix range(12), w1 has rows left."""
-    cell = make_cell(make_spec(max_num_seqs=2, budget=32), num_lanes=1)
+    cell = make_cell(make_spec(max_num_seqs=2, budget=32), num_lanes=1, fairness=fairness)
     cell.add_lane("w1", make_spec(max_num_seqs=1 + num_free_rows, budget=32))
     cell.submit(make_request("prefix", range(13), max_tokens=60))
     plan(cell, "w0")
@@ -127,6 +127,14 @@ def test_where_there_is_room_for_all_nobody_is_passed_for_a_prefix() -> None:
     cell.submit(make_request("of the prefix", [*range(12), 50]))
     cell.submit(make_request("of none", range(300, 310)))
     assert [row.seq_id for row in plan(cell, "w1").new_rows] == [4, 5]
+
+
+def test_a_limit_reached_by_others_holds_for_one_that_was_passed_for_its_prefix() -> None:
+    cell = make_full_cell_with_a_prefix_on_w0(num_free_rows=2, fairness=FairnessPolicy(max_running_seqs=4))
+    cell.submit(make_request("of the prefix", [*range(12), 50]))
+    for number in range(2):
+        cell.submit(make_request(f"r{number}", range(300 + 20 * number, 310 + 20 * number)))
+    assert [row.seq_id for row in plan(cell, "w1").new_rows] == [5]
 
 
 def test_a_request_is_not_passed_for_its_prefix_for_ever() -> None:
