@@ -117,14 +117,15 @@ _JOB = np.dtype(
     + [("eps", np.float32)],
     align=True,
 )
-_job_at: Any = record_at(_JOB)
+_job_at = record_at(_JOB)
 _NEXT_ROW = offset_of(_JOB, "next_row")
+_pointer_to: Any = types.CPointer  # Numba's constructor has no annotations
 
 
 @instruction
 def _pointer(_typing: Any, address: Any, tag: Any) -> Any:
     """_pointer(address, tag): what carray takes, to elements of the tag's dtype."""
-    pointer = types.CPointer(tag)
+    pointer = _pointer_to(tag)
     return pointer(address, tag), lambda context, builder, _s, args: builder.inttoptr(
         args[0], context.get_value_type(pointer)
     )
