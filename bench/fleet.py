@@ -168,7 +168,9 @@ class Fleet:
             lane.free_at_ms = max(lane.free_at_ms, self._now_ms) + step_ms
             lane.busy_ms += step_ms
             self.num_steps += 1
-            self.num_row_steps += len(plan.settled_seq_ids) + len(plan.continued_rows) + len(plan.new_rows)
+            self.num_row_steps += (
+                len(plan.settled_seq_ids) + len(plan.continued_rows) + len(plan.new_rows) + len(plan.resumed_rows)
+            )
             heappush(self._events, (lane.free_at_ms, self.num_steps, lane))
 
     def _take(self, runs: Sequence[TokenRun]) -> None:

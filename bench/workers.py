@@ -133,7 +133,7 @@ def findings_of(num_workers: int, figures: Sequence[Figures]) -> list[Finding]:
 
 
 async def ready_time_s(worker: asyncio.subprocess.Process) -> float:
-    """Return when a worker said that it is ready, and begins to register; then read what else it says."""
+    """Return when a worker said that it is ready, and begins to register."""
     assert worker.stderr is not None
     async for line in worker.stderr:
         if b"ready on" in line:
@@ -171,10 +171,9 @@ async def measure_join(settings: CompareSettings, seed: int) -> float:
                 await asyncio.gather(load, return_exceptions=True)
                 worker.terminate()
                 await worker.communicate()
-    first = at_work(samples.seen)[0]
-    before = samples.seen[samples.seen.index(first) - 1]
-    say(f"a worker joins beside {before.num_waiting} requests that wait")
-    return first.time_s - ready_s
+    if not at_work(samples.seen):
+        raise RuntimeError("the load ended before the worker had a row")
+    return at_work(samples.seen)[0].time_s - ready_s
 
 
 def at_work(samples: Sequence[Sample]) -> list[Sample]:

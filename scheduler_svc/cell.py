@@ -106,8 +106,10 @@ class Cell:
     def drain_lane(self, lane_id: LaneId) -> bool:
         """Give a live lane nothing new; return whether it has nothing left to do."""
         with self._guarded():
-            self.core.drain_lane(lane_id)
-            return self.core.is_drained(lane_id)
+            is_new = self.core.drain_lane(lane_id)
+        if is_new:
+            self.wake_lanes()  # what was left to this one
+        return self.core.is_drained(lane_id)
 
     def submit(self, request: Request) -> None:
         """Queue a request, or attach to a known one again; raises SchedulerError."""
@@ -173,7 +175,7 @@ class Cell:
         self.wake_lanes()
 
     def _wake_called(self) -> None:
-        """Let the lanes that the core names look for work: what came in concerns no other."""
+        """Let the lanes that the core names look for work."""
         for lane_id in self.core.take_called():
             self._wake_by_lane[lane_id]()
 

@@ -171,6 +171,7 @@ def _run_silu_mul(address: int, tag: Any) -> None:
 
 
 def _share_out(body: int, num_rows: int, tensors: tuple[Tensor, ...], **sizes: float) -> None:
+    assert all(tensor.is_contiguous() for tensor in tensors), "threads find rows by their number alone"
     job = np.zeros(1, _JOB)
     job["num_rows"] = num_rows
     for name, tensor in zip("abcd", tensors, strict=False):

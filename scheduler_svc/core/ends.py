@@ -98,7 +98,7 @@ def _end_late(state: State, now_ms: int) -> list[TokenRun]:
     error = SchedulerError(ErrorCode.DEADLINE_EXCEEDED, "the request's deadline passed before it was done")
     runs = []
     for job in late:
-        for seq in tuple(job.seqs):
+        for seq in leader_last(job.seqs):
             if seq.state is not SeqState.FINISHED:
                 runs += end_whole(state, seq, FinishReason.ERROR, error)
     return runs

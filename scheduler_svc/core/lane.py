@@ -41,7 +41,7 @@ class Draft:
     growths: dict[SeqId, Growth] = field(default_factory=dict)  # only of rows whose table asks for operations
     picked: dict[SeqId, int] = field(default_factory=dict)  # the tokens of beams, which the worker does not know
     preempted: set[SeqId] = field(default_factory=set)
-    num_prompt_tokens: int = 0  # see PlannedStep
+    num_chunk_tokens: int = 0  # see PlannedStep
 
     @property
     def is_empty(self) -> bool:
@@ -95,7 +95,7 @@ class PlannedStep:
     settled: list[Seq]
     settled_epochs: list[int]
     relocations: list[Relocation]
-    num_prompt_tokens: int  # of `prefilling` rows; those that left the draft again too
+    num_chunk_tokens: int  # of `prefilling` rows; those that left the draft again too
 
     def live_seq_ids(self) -> set[SeqId]:
         """Return the sequences for which the step still counts."""
@@ -202,13 +202,13 @@ class Lane:
     def plan_chunk(self, draft: Draft, seq: Seq, num_tokens: int, growth: Growth) -> None:
         """Have the draft compute the next known tokens of a row in `prefilling`."""
         draft.add_row(seq, num_tokens, growth)
-        draft.num_prompt_tokens += num_tokens
+        draft.num_chunk_tokens += num_tokens
         self.num_planned_tokens += num_tokens
         self.num_uncomputed_tokens -= num_tokens
 
     def discard(self, draft: Draft) -> None:
         """Forget a draft that does not become a step."""
-        self.num_planned_tokens -= draft.num_prompt_tokens
+        self.num_planned_tokens -= draft.num_chunk_tokens
 
     def has_news(self) -> bool:
         """Return whether the worker should hear something even when no row runs."""
@@ -246,8 +246,8 @@ class Lane:
             ops=_block_ops(draft, relocations),
         )
         epochs = [seq.seq_epoch for seq in draft.settled]
-        num_prompt_tokens = draft.num_prompt_tokens
-        step = PlannedStep(self.last_step_id, draft.rows, draft.settled, epochs, relocations, num_prompt_tokens)
+        num_chunk_tokens = draft.num_chunk_tokens
+        step = PlannedStep(self.last_step_id, draft.rows, draft.settled, epochs, relocations, num_chunk_tokens)
         self.in_flight.append(step)
         self.kv.pool.release(draft.copied_blocks(), self.last_step_id)
         self.finished_seq_ids, self.kv.new_seals, self.restart = [], [], False
@@ -257,7 +257,7 @@ class Lane:
     def end_step(self) -> PlannedStep:
         """Take out the oldest step in flight: it has been answered."""
         step = self.in_flight.popleft()
-        self.num_planned_tokens -= step.num_prompt_tokens
+        self.num_planned_tokens -= step.num_chunk_tokens
         return step
 
     def _relocated_entries(self) -> list[EntryPatch]:

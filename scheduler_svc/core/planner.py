@@ -35,6 +35,7 @@ class StepPlanner:
         self._state = state
         self._lane = lane
         self._now_ms = now_ms
+        self._num_left = 0  # sequences that this plan left to other lanes
 
     def plan(self) -> None:
         """Fill `draft`."""
@@ -213,25 +214,35 @@ class StepPlanner:
             return
         unfitting: list[Seq] = []
         deferred: list[Seq] = []
-        for seq in self._candidates(before):
+        in_turn = self._state.queue.in_turn(self._is_barred)
+        for seq in self._candidates(in_turn, before):
             if len(unfitting) >= MAX_UNFITTING or len(deferred) >= MAX_DEFERRED:
                 break
             hits = lane.kv.cached_prefix(seq)
             if lane.kv.awaits_prefix(seq, len(hits)):
                 continue
             if not self._has_room(seq, hits):
-                seq.better_lane = None  # it may be this one
+                self._give_back(seq)
                 if keeps_lane(seq, lane.lane_id, self._now_ms):
                     break
                 unfitting.append(seq)
-            elif not router.has_better_lane(seq, lane, len(hits)):
-                if before is None and self._is_held_elsewhere(seq, len(hits)):
-                    deferred.append(seq)
-                else:
-                    self._bind(seq, hits, passed=(*unfitting, *deferred))
-        self._admit_deferred(deferred)
+            elif router.leave_to_better(seq, lane, len(hits)):
+                self._num_left += 1
+            elif before is None and self._is_held_elsewhere(seq, len(hits)):
+                deferred.append(seq)
+            else:
+                self._bind(seq, hits, passed=(*unfitting, *deferred))
+        self._admit_deferred(deferred, unfitting)
+        if before is None:
+            router.call_idle_lane(lane, in_turn)
 
-    def _admit_deferred(self, deferred: Sequence[Seq]) -> None:
+    def _give_back(self, seq: Seq) -> None:
+        """Have another lane look at a sequence that does not fit, if it was left to this one."""
+        left_to, seq.better_lane, seq.longest_hint = seq.better_lane, None, None
+        if left_to is not None and left_to.lane_id == self._lane.lane_id:
+            self._state.router.call_lane_for(seq)
+
+    def _admit_deferred(self, deferred: Sequence[Seq], unfitting: Sequence[Seq]) -> None:
         """Bind sequences whose prefix is held elsewhere where others left room, and limits allow it still."""
         kv, router = self._lane.kv, self._state.router
         for seq in deferred:
@@ -239,8 +250,8 @@ class StepPlanner:
                 continue
             hits = kv.cached_prefix(seq)
             is_taken = not kv.awaits_prefix(seq, len(hits)) and self._has_room(seq, hits)
-            if is_taken and not router.has_better_lane(seq, self._lane, len(hits)):
-                self._bind(seq, hits)
+            if is_taken and not router.leave_to_better(seq, self._lane, len(hits)):
+                self._bind(seq, hits, passed=unfitting)
 
     def _has_room(self, seq: Seq, hits: list[Block]) -> bool:
         lane = self._lane
@@ -256,23 +267,20 @@ class StepPlanner:
             return False
         return self._state.router.is_longer_elsewhere(seq, self._lane, num_hits)
 
-    def _candidates(self, before: Tenant | None) -> Iterator[Seq]:
+    def _candidates(self, in_turn: Iterator[Seq], before: Tenant | None) -> Iterator[Seq]:
         """Yield waiting sequences in turn while the lane has rows and tokens for one; see `_admit`.
 
         Not those that another lane can serve alone, or one that will come, nor those known to be better off elsewhere.
         """
-        lane, queue, router = self._lane, self._state.queue, self._state.router
-        in_turn = queue.in_turn(self._is_barred)
-        num_left = 0
-        while lane.num_free_rows and self.draft.budget_tokens and num_left < MAX_LEFT:
+        lane, router = self._lane, self._state.router
+        while lane.num_free_rows and self.draft.budget_tokens and self._num_left < MAX_LEFT:
             seq = next(in_turn, None)
             if seq is None or (before is not None and not goes_before(seq.job.tenant, before)):
                 return
-            if seq.kept_lane_id is None and router.is_noted_lane_better(seq, lane):
-                num_left += 1
+            if seq.kept_lane_id is None and router.leave_to_noted(seq, lane):
+                self._num_left += 1
             elif lane.could_serve(seq):
                 yield seq
-                num_left += seq.better_lane is not None
 
     def _is_barred(self, seq: Seq) -> bool:
         """Return whether a limit of its tenant keeps `seq` out of the lane."""

@@ -16,11 +16,13 @@ alone, and only a lane that beats it compares all.
                               │ no
                               ▼
                          bound here
+    a lane is full   ──▶ a lane that idles is called for what it did not come to, and for what does not fit
 
 Where lanes are full there is nothing to choose, and whichever has room next would take what waits longest. There the
 planner takes first those of whose prefix no other lane has more (`is_longer_elsewhere`).
 
-A lane to which nothing happened has something to plan only when it is called.
+A lane to which nothing happened has something to plan only when it is called; or when time has passed, a limit or a
+deadline has ended: what waits is looked at anew at every tick of the cell.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -55,15 +57,23 @@ class Router:
         for lane in free:
             self.called[lane.lane_id] = None
 
-    def has_better_lane(self, seq: Seq, lane: Lane, num_hits: int) -> bool:
-        """Return whether a lane that has room for `seq` too serves it sooner than `lane`, where it finds `num_hits`.
+    def call_idle_lane(self, lane: Lane, unseen: Iterator[Seq]) -> None:
+        """Where another lane idles, call one for the first sequence that `lane` did not come to: it was left to it."""
+        others = (other for other in self.lanes.values() if other is not lane)
+        is_any_idle = any(not other.in_flight and not other.is_draining for other in others)
+        if is_any_idle and (seq := next(unseen, None)) is not None:
+            self.call_lane_for(seq)
 
-        A lane that cannot plan before one of its steps has been applied must be better by a row, and have more of the
-        prefix if `lane` is idle. Of lanes of equal cost the one with more free blocks is better.
+    def leave_to_better(self, seq: Seq, lane: Lane, num_hits: int) -> bool:
+        """Leave `seq` to a lane that has room for it too and serves it sooner than `lane`, where it finds `num_hits`.
+
+        Returns whether there is one. A lane that cannot plan before one of its steps has been applied must be better by
+        a row, and have more of the prefix if `lane` is idle. Of lanes of equal cost the one with more free blocks is
+        better.
         """
         if len(self.lanes) == 1:
             return False
-        if self.is_noted_lane_better(seq, lane, num_hits):
+        if self.leave_to_noted(seq, lane, num_hits):
             return True
         better = self._find_better_lane(seq, lane, num_hits)
         if better is not None and better.can_plan():
@@ -71,17 +81,20 @@ class Router:
         return better is not None
 
     def is_longer_elsewhere(self, seq: Seq, lane: Lane, num_hits: int) -> bool:
-        """Return whether some lane, full or not, had more of the prefix of `seq` when that was first asked."""
+        """Return whether another lane, full or not, had most of the prefix of `seq` when that was first asked."""
         if len(self.lanes) == 1:
             return False
         if seq.longest_hint is None:
-            seq.longest_hint = max(self._hints(seq, lane.kv.block_size).values(), default=0)
-        return seq.longest_hint > num_hits
+            hints = self._hints(seq, lane.kv.block_size)
+            seq.longest_hint = max(hints.items(), key=lambda hint: hint[1], default=(lane.lane_id, 0))
+        holder_id, num_held = seq.longest_hint
+        return num_held > num_hits and holder_id != lane.lane_id and holder_id in self.lanes
 
-    def is_noted_lane_better(self, seq: Seq, lane: Lane, num_hits: int | None = None) -> bool:
-        """Return whether the lane that was found better for `seq` last has room still, and is better than `lane`.
+    def leave_to_noted(self, seq: Seq, lane: Lane, num_hits: int | None = None) -> bool:
+        """Leave `seq` to the lane to which it was left last, where that has room still and is better than `lane`.
 
-        None: whatever `lane` has of the prefix, as long as it is not more than any lane had then.
+        Returns whether it is. `num_hits` None: whatever `lane` has of the prefix, as long as it is not more than any
+        lane had then. A lane that idles is called: when it looked last, a limit may have kept `seq` from it.
         """
         noted = seq.better_lane
         if noted is None or noted.lane_id == lane.lane_id:
@@ -91,7 +104,12 @@ class Router:
             return False
         num_hits = noted.most_hits if num_hits is None else num_hits
         is_better = _cost_tokens(other, noted.num_hits) < _cost_tokens(lane, num_hits, is_planning=True)
-        return is_better and _is_worth_waiting(other, noted.num_hits, lane, num_hits) and self._has_room(seq, other, ())
+        if not is_better or not _is_worth_waiting(other, noted.num_hits, lane, num_hits):
+            return False
+        has_room = self._has_room(seq, other, ())
+        if has_room and not other.in_flight:
+            self.called[other.lane_id] = None
+        return has_room
 
     def _find_better_lane(self, seq: Seq, lane: Lane, num_hits: int) -> Lane | None:
         """Return the best lane, where that is not `lane`, and note it."""
@@ -101,7 +119,7 @@ class Router:
         no_worse = [
             (_cost_tokens(other, hints.get(lane_id, 0)), other)
             for lane_id, other in self.lanes.items()
-            # The cost once more, without a call: all lanes come by here.
+            # A lower bound of the cost, without a call: all lanes come by here.
             if other.num_uncomputed_tokens + ROW_COST_TOKENS * other.num_rows
             <= own[0] + hints.get(lane_id, 0) * block_size
             and other is not lane
@@ -134,6 +152,7 @@ class Router:
         """Return whether the lane would take `seq` now."""
         return (
             not lane.is_draining
+            and (lane.is_batch_open or not lane.num_rows)
             and lane.num_free_rows >= seq.num_wanted_rows
             and lane.could_serve(seq)
             and lane.kv.can_admit(seq, hits, watermark_blocks(lane, seq))

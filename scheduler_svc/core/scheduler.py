@@ -77,13 +77,19 @@ class Scheduler:
         if self._state.config.enable_prefix_caching:
             self._state.index.publish(lane_id, self._state.lanes[lane_id].kv.restore(seals))
 
-    def drain_lane(self, lane_id: LaneId) -> None:
-        """Bind nothing more to a lane whose worker is about to leave; the rows that it has go on."""
+    def drain_lane(self, lane_id: LaneId) -> bool:
+        """Bind nothing more to a lane whose worker is about to leave; the rows that it has go on.
+
+        Returns whether it did not drain before.
+        """
         lane = self._state.lanes[lane_id]
+        if lane.is_draining:
+            return False
         lane.is_draining = True
         for seq in self._state.queue:
             if seq.kept_lane_id == lane_id:
                 forget_passes(seq)
+        return True
 
     def is_drained(self, lane_id: LaneId) -> bool:
         """Return whether a lane that drains has no row any more, and no step in flight."""
@@ -156,10 +162,7 @@ class Scheduler:
         return lane.can_plan() and bool(self._state.queue or lane.num_rows or lane.has_news())
 
     def take_called(self) -> list[LaneId]:
-        """Return the lanes that have become the best ones for something that waits, once: plan them.
-
-        So calls of `submit`, `plan` and `apply` make sure that no lane idles while something waits that it could run.
-        """
+        """Return the lanes that have become the best ones for something that waits, once: plan them."""
         called = self._state.router.called
         lane_ids = list(called)
         called.clear()

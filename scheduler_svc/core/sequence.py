@@ -119,7 +119,7 @@ class Seq:
     homeless_since_ms: int | None = None  # while no lane is large enough for it
     kept_lane_id: LaneId | None = None  # admits nobody else until this sequence fits
     better_lane: BetterLane | None = None  # while it waits
-    longest_hint: int | None = None  # likewise: blocks of its prefix that some lane had when that was first asked
+    longest_hint: tuple[LaneId, int] | None = None  # likewise: who had most blocks of its prefix when that was asked
     # The row of a lane; reset by `leave_lane`.
     lane_id: LaneId | None = None
     table: list[Block] = field(default_factory=list)

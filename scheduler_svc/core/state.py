@@ -91,7 +91,7 @@ class State:
             assert lane.num_rows == len(lane.rows())
             uncomputed = [len(seq.token_ids) - seq.num_computed_tokens for seq in lane.prefilling.values()]
             assert lane.num_uncomputed_tokens == sum(uncomputed)
-            assert lane.num_planned_tokens == sum(step.num_prompt_tokens for step in lane.in_flight)
+            assert lane.num_planned_tokens == sum(step.num_chunk_tokens for step in lane.in_flight)
             assert lane.num_free_rows >= 0
             assert set(lane.searches) == {seq.job for seq in lane.rows() if seq.job.search is not None}
             for seq in lane.beams.values():
