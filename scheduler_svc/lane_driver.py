@@ -197,6 +197,7 @@ class LaneDriver:
                 self._has_work.clear()
                 plan = self._cell.plan(self.identity.lane_id)
                 if plan is None:
+                    await asyncio.sleep(0)  # a plan that wakes its own lane must not keep all others from running
                     await self._has_work.wait()
                     continue
                 request = convert.step_to_wire(plan, self.identity.lane_epoch)

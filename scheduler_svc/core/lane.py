@@ -122,6 +122,7 @@ class Lane:
     restart: bool = False  # the worker skips steps until one is so marked
     is_batch_open: bool = True  # static batching: rows may still join
     is_draining: bool = False  # its worker is about to leave: no row joins any more
+    is_kept: bool = False  # for a sequence that does not fit yet, when it was planned last
     last_step_id: StepId = _NO_STEP
     # Kept as rows come and go, since a router looks at every lane:
     num_rows: int = 0  # sequences that run here

@@ -212,18 +212,18 @@ class StepPlanner:
         lane, router = self._lane, self._state.router
         if lane.is_draining:
             return
+        lane.is_kept = False
         unfitting: list[Seq] = []
         deferred: list[Seq] = []
         in_turn = self._state.queue.in_turn(self._is_barred)
         for seq in self._candidates(in_turn, before):
-            if len(unfitting) >= MAX_UNFITTING or len(deferred) >= MAX_DEFERRED:
-                break
             hits = lane.kv.cached_prefix(seq)
             if lane.kv.awaits_prefix(seq, len(hits)):
                 continue
             if not self._has_room(seq, hits):
                 self._give_back(seq)
-                if keeps_lane(seq, lane.lane_id, self._now_ms):
+                lane.is_kept = keeps_lane(seq, lane.lane_id, self._now_ms)
+                if lane.is_kept:
                     break
                 unfitting.append(seq)
             elif router.leave_to_better(seq, lane, len(hits)):
@@ -232,14 +232,17 @@ class StepPlanner:
                 deferred.append(seq)
             else:
                 self._bind(seq, hits, passed=(*unfitting, *deferred))
+            if len(unfitting) >= MAX_UNFITTING or len(deferred) >= MAX_DEFERRED:
+                break
         self._admit_deferred(deferred, unfitting)
-        if before is None:
+        # A plan that gives no step calls nobody: two lanes could call each other for ever.
+        if before is None and not self.draft.is_empty:
             router.call_idle_lane(lane, in_turn)
 
     def _give_back(self, seq: Seq) -> None:
         """Have another lane look at a sequence that does not fit, if it was left to this one."""
-        left_to, seq.better_lane, seq.longest_hint = seq.better_lane, None, None
-        if left_to is not None and left_to.lane_id == self._lane.lane_id:
+        if seq.better_lane is not None and seq.better_lane.lane_id == self._lane.lane_id:
+            seq.better_lane = seq.longest_hint = None
             self._state.router.call_lane_for(seq)
 
     def _admit_deferred(self, deferred: Sequence[Seq], unfitting: Sequence[Seq]) -> None:

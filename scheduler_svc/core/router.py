@@ -152,6 +152,7 @@ class Router:
         """Return whether the lane would take `seq` now."""
         return (
             not lane.is_draining
+            and (not lane.is_kept or seq.kept_lane_id == lane.lane_id)
             and (lane.is_batch_open or not lane.num_rows)
             and lane.num_free_rows >= seq.num_wanted_rows
             and lane.could_serve(seq)
