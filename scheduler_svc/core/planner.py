@@ -40,6 +40,7 @@ class StepPlanner:
     def plan(self) -> None:
         """Fill `draft`."""
         lane, counters = self._lane, self._state.counters
+        lane.is_kept = False
         lane.kv.relocate(lane.next_step_id, counters)
         self._plan_rows()
         # With no step in flight no result will have the lane planned again: what rows wait for must begin in this one.
@@ -212,7 +213,6 @@ class StepPlanner:
         lane, router = self._lane, self._state.router
         if lane.is_draining:
             return
-        lane.is_kept = False
         unfitting: list[Seq] = []
         deferred: list[Seq] = []
         in_turn = self._state.queue.in_turn(self._is_barred)
