@@ -99,9 +99,8 @@ def test_half_precision_stays_within_its_rounding(dtype: torch.dtype, tmp_path: 
         run.step([(row, 1)])
     spread = float(saved.expected_logits(row.token_ids).std())
     eps = torch.finfo(dtype).eps
-    # CPUs that multiply bfloat16 round what goes into products and comes out of them, and rotated queries; the others
-    # round what goes into the cache alone.
-    assert_logits_match(saved, row, tolerance=24 * eps * spread)
+    # CPUs that multiply bfloat16 round what goes into every product; the others round what goes into the cache alone.
+    assert_logits_match(saved, row, tolerance=16 * eps * spread)
 
 
 def test_float32_compute_on_a_bfloat16_checkpoint_is_exact(tmp_path: Path) -> None:
