@@ -57,12 +57,15 @@ class StepPlanner:
             self._plan_static()
 
     def _plan_static(self) -> None:
-        """Fill a batch, nobody decoding; when nobody joins any more, decode until the last row has ended."""
+        """Fill a batch, nobody decoding; when nobody joins any more, decode until the last row has ended.
+
+        While prompts are computed others may still join: requests sent together do not come together.
+        """
         lane = self._lane
         lane.is_batch_open = lane.is_batch_open or lane.num_rows == 0
         if lane.is_batch_open:
             self._plan_prefills()
-            lane.is_batch_open = bool(self.draft.rows or lane.prefilling)
+            lane.is_batch_open = bool(self.draft.rows or lane.prefilling or lane.in_flight)
         if not lane.is_batch_open:
             self._plan_decodes()
 

@@ -87,6 +87,19 @@ def test_places_given_up_wait_for_the_steps_in_flight() -> None:
     assert plan(cell).finished_seq_ids  # a step without rows tells the worker
 
 
+def test_static_batch_takes_what_comes_while_its_prompts_are_computed() -> None:
+    cell = make_cell(policy=SchedulingPolicy.STATIC)
+    cell.submit(make_request("first", range(10), max_tokens=9))
+    assert cell.plan()
+    assert not cell.plan()
+    cell.submit(make_request("later", range(30, 40), max_tokens=2))
+    while not cell.clients["first", 0].end:  # type: ignore[index]
+        cell.plan()
+        cell.apply()
+    assert cell.clients["later", 0].end  # type: ignore[index]
+    cell.check_texts()
+
+
 def test_static_batches_run_until_their_last_row_has_ended() -> None:
     cell = make_cell(make_spec(max_num_seqs=2, budget=100), policy=SchedulingPolicy.STATIC)
     for name, max_tokens in (("short", 2), ("long", 9), ("next", 2)):
