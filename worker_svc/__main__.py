@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 
 from protos.channel import MissingTokenError
@@ -33,7 +34,7 @@ def main(arguments: list[str]) -> int:
         level=settings.log_level.upper(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
-    # While the model is loaded nothing needs an orderly end.
+    # While the model is loaded nothing needs an orderly end, which would wait for the thread that loads it.
     signal.signal(signal.SIGTERM, _exit_at_once)
     signal.signal(signal.SIGINT, _exit_at_once)
     prepare_environment(settings.num_threads)
@@ -48,9 +49,12 @@ def _run(settings: WorkerSettings, credentials: Credentials) -> int:
     from worker_svc.errors import DeviceHungError, WorkerError
     from worker_svc.loader.errors import ModelError
 
-    set_num_threads(settings.num_threads)
+    # One thread computes whatever is computed, loading included. OpenMP gives every thread that does a team of its own,
+    # and once there are more threads in teams than cores, none of them spins any more (see worker_svc.threads).
+    device = ThreadPoolExecutor(1, "device", set_num_threads, (settings.num_threads,))
     try:
-        asyncio.run(serve(load_worker(settings), settings, credentials))
+        worker = device.submit(load_worker, settings).result()
+        asyncio.run(serve(worker, device, settings, credentials))
     except (WorkerError, ModelError, KernelError) as error:
         logger.error("%s", " ".join(str(error).split()))
         logger.debug("how that came about", exc_info=True)
@@ -62,7 +66,8 @@ def _run(settings: WorkerSettings, credentials: Credentials) -> int:
 
 
 def _exit_at_once(_number: int, _frame: FrameType | None) -> None:
-    sys.exit(0)
+    logging.shutdown()
+    os._exit(0)
 
 
 if __name__ == "__main__":

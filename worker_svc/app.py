@@ -10,35 +10,33 @@ import socket
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 
-import torch
-
 from kernels.formats import RECIPES, Format
 from protos.channel import PROTOCOL_VERSION, Refusals
 from protos.credentials import Credentials
 from protos.scheduler_pb2 import RegisterRequest
 from worker_svc.assembly import LoadedWorker
-from worker_svc.device import use_device
 from worker_svc.errors import DeviceHungError
 from worker_svc.fence import StepFence
 from worker_svc.registration import Registration
 from worker_svc.service import WorkerService, start_server
 from worker_svc.settings import WorkerSettings
-from worker_svc.threads import set_num_threads
 
 logger = logging.getLogger(__name__)
 
 _WILDCARD_HOSTS = ("0.0.0.0", "::", "[::]")
 
 
-async def serve(worker: LoadedWorker, settings: WorkerSettings, credentials: Credentials) -> None:
+async def serve(
+    worker: LoadedWorker, device: ThreadPoolExecutor, settings: WorkerSettings, credentials: Credentials
+) -> None:
     """Listen, register and run steps until SIGTERM or SIGINT, then drain. Raises StartupError, or DeviceFaultError.
 
+    `device` is the one thread that loaded the worker; it is shut down at the end.
     After a DeviceHungError the device thread is left behind, and a process that ends as usual would wait for it.
     """
     end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, _settle, end, None)
-    device = ThreadPoolExecutor(1, "device", _prepare_thread, (settings.num_threads, worker.device))
     try:
         fence = StepFence(worker.runner, device, lambda fault: _settle(end, fault))
         offer = make_offer(worker)
@@ -77,11 +75,6 @@ async def _drain(registration: Registration, patience_s: float) -> None:
         asyncio.get_running_loop().add_signal_handler(number, waiting.cancel)
     with contextlib.suppress(asyncio.CancelledError):
         await waiting
-
-
-def _prepare_thread(num_threads: int | None, device: torch.device) -> None:
-    set_num_threads(num_threads)
-    use_device(device)
 
 
 def make_offer(worker: LoadedWorker) -> RegisterRequest:

@@ -57,12 +57,11 @@ class LoadedWorker:
     model: ModelInfo
     max_num_seqs: int  # rows a step
     max_num_batched_tokens: int  # a step
-    device: torch.device
 
 
 @told_in_one_line()
 def load_worker(settings: WorkerSettings) -> LoadedWorker:
-    """Load the model, allocate the arena, compile every kernel, record graphs.
+    """Load the model, allocate the arena, compile every kernel, record graphs; this thread then runs the steps.
 
     Raises StartupError, or the error of the part that refuses (models, loader, kernels): each is one line for a person.
     """
@@ -106,9 +105,7 @@ def load_worker(settings: WorkerSettings) -> LoadedWorker:
         kv_cache_dtype=plan.layout.native_dtype,
     )
     runner = StepRunner(Mirror(mirror_limits), compute, sampler)
-    return LoadedWorker(
-        runner, plan, places_per_slab, model, limits.max_num_seqs, limits.max_num_batched_tokens, device
-    )
+    return LoadedWorker(runner, plan, places_per_slab, model, limits.max_num_seqs, limits.max_num_batched_tokens)
 
 
 def _device_and_backend(wish: str, gpus: Sequence[Gpu]) -> tuple[torch.device, Backend]:

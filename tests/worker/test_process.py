@@ -118,7 +118,6 @@ async def test_sigterm_while_loading_is_an_orderly_end(saved: Saved) -> None:
 HUNG_WORKER = """
 import sys, threading
 from types import SimpleNamespace
-import torch
 from kernels.formats import Format
 from protos.common_pb2 import ModelInfo
 from worker_svc import __main__, assembly, fence
@@ -129,10 +128,29 @@ layout = SimpleNamespace(slab_bytes=1, slab_blocks=1)
 plan = SimpleNamespace(num_slabs=1, layout=layout)
 places = dict.fromkeys(Format, 1)
 assembly.load_worker = lambda settings: assembly.LoadedWorker(
-    runner, plan, places, ModelInfo(), 1, 1, torch.device("cpu")
+    runner, plan, places, ModelInfo(), 1, 1
 )
 sys.exit(__main__.main(["--num-threads", "1"]))
 """
+
+
+LOADING_WORKER = """
+import sys, threading
+from worker_svc import __main__, assembly
+from worker_svc.errors import StartupError
+
+def load_worker(settings):
+    raise StartupError(f"this is {threading.current_thread().name}")
+
+assembly.load_worker = load_worker
+sys.exit(__main__.main([]))
+"""
+
+
+async def test_thread_that_runs_steps_loads_the_model() -> None:
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", LOADING_WORKER, stderr=PIPE)
+    await wait_for_line(process, "ERROR.*this is device")
+    assert await process.wait() == 1
 
 
 async def test_hung_device_ends_the_process() -> None:

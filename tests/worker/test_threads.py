@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from worker_svc.threads import usable_cores
+from worker_svc.threads import prepare_environment, usable_cores
 
 CORES = len(os.sched_getaffinity(0))
 
@@ -29,3 +29,16 @@ def test_older_control_groups_are_understood(tmp_path: Path, quota: str, expecte
 
 def test_without_control_groups_all_cores_are_usable(tmp_path: Path) -> None:
     assert usable_cores(tmp_path) == CORES
+
+
+def test_what_the_user_says_of_openmp_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    prepare_environment(3)
+    assert os.environ.pop("OMP_NUM_THREADS") == "3"
+    assert 0 < int(os.environ.pop("GOMP_SPINCOUNT")) < 10000
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    prepare_environment(3)
+    assert os.environ["OMP_NUM_THREADS"] == "1"
+    assert "GOMP_SPINCOUNT" not in os.environ
