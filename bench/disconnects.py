@@ -5,8 +5,9 @@ Within 2 s of the last stream's end nothing runs or waits, every block is free o
 
 import asyncio
 import time
+from contextlib import aclosing
 
-import httpx
+import aiohttp
 
 from bench.cell import Cell
 from bench.client import Server, events, find_model
@@ -21,10 +22,10 @@ GIVE_UP_S = 20.0
 POLL_S = 0.02
 
 
-async def read_or_leave(client: httpx.AsyncClient, server: Server, job: Job, leaves: bool) -> None:
+async def read_or_leave(client: aiohttp.ClientSession, server: Server, job: Job, leaves: bool) -> None:
     """Open a stream and read it to its end, or close the connection after the first token."""
-    async with client.stream("POST", "/v1/completions", json=server.body(job)) as response:
-        async for _ in events(response):
+    async with aclosing(events(client, server, job)) as stream:
+        async for _ in stream:
             if leaves:
                 return
 

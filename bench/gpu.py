@@ -2,8 +2,8 @@
 
 Every kernel is checked against the reference and timed against its floor (the rates of a copy and of a matrix product,
 measured first) and against torch (SDPA); then the engine serves a model of random weights in the shape of Llama 3.1 8B.
-Each part begins only while the time budget lasts. It needs torch, triton, numpy, numba, grpcio, protobuf and httpx; no
-files and no network.
+Each part begins only while the time budget lasts. It needs torch, triton, numpy, numba, grpcio, protobuf and aiohttp;
+no files and no network.
 
 Exit codes: 0 all is right, 1 a check failed, 2 there is no GPU. `--dry-run` runs everything at tiny sizes on the CPU,
 with the kernels in Triton's interpreter: it tries the script.

@@ -9,8 +9,6 @@ import asyncio
 from collections.abc import Callable
 from statistics import median
 
-import httpx
-
 from bench.cell import Cell
 from bench.client import Server, ServerError, Timing, find_model, send
 from bench.compare import CompareSettings, run_comparison
@@ -39,7 +37,7 @@ async def run_round(server: Server, jobs: list[Job], act: Callable[[], None]) ->
         async with gate:
             try:
                 timings.append(await send(client, server, job))
-            except (ServerError, httpx.HTTPError) as error:
+            except ServerError as error:
                 errors.append(f"{type(error).__name__}: {error}")
         num_done += 1
         if num_done == ACT_AFTER:

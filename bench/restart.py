@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 
-import httpx
+import aiohttp
 from pydantic import Field
 from pydantic_settings import CliApp
 
@@ -49,14 +49,14 @@ class Load:
     errors: list[str] = field(default_factory=list)
     is_over: bool = False
 
-    async def send_jobs(self, client: httpx.AsyncClient, server: Server, jobs: Iterator[Job]) -> None:
+    async def send_jobs(self, client: aiohttp.ClientSession, server: Server, jobs: Iterator[Job]) -> None:
         """Send jobs one after the other until the load is over."""
         for job in jobs:
             if self.is_over:
                 return
             try:
                 self.answered.append((job, await send(client, server, job)))
-            except (ServerError, httpx.HTTPError) as error:
+            except ServerError as error:
                 self.errors.append(f"{type(error).__name__}: {error}")
         raise RuntimeError("there were not jobs enough")
 
