@@ -121,6 +121,7 @@ class Lane:
     finished_seq_ids: list[SeqId] = field(default_factory=list)  # rows that the worker still has
     restart: bool = False  # the worker skips steps until one is so marked
     is_batch_open: bool = True  # static batching: rows may still join
+    num_joined: int = 0  # static batching: rows that the batch has had
     is_draining: bool = False  # its worker is about to leave: no row joins any more
     is_kept: bool = False  # for a sequence that does not fit yet, when it was planned last
     last_step_id: StepId = _NO_STEP
@@ -171,6 +172,7 @@ class Lane:
         self.kv.admit(seq, hits)
         self.prefilling[seq.seq_id] = seq
         self.num_rows += 1
+        self.num_joined += 1
         self.num_uncomputed_tokens += len(seq.token_ids) - seq.num_computed_tokens
         if seq.job.search is not None:
             self.searches[seq.job] = None
@@ -181,6 +183,7 @@ class Lane:
         child.state, child.lane_id = SeqState.RUNNING, self.lane_id
         (self.decoding if child.job.search is None else self.beams)[child.seq_id] = child
         self.num_rows += 1
+        self.num_joined += 1
 
     def remove(self, seq: Seq) -> None:
         """Take a row out; its blocks wait for the steps in flight. `seq` is as it was before it ran."""

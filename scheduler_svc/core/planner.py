@@ -59,14 +59,18 @@ class StepPlanner:
     def _plan_static(self) -> None:
         """Fill a batch, nobody decoding; when nobody joins any more, decode until the last row has ended.
 
-        While prompts are computed others may still join: requests sent together do not come together.
+        While prompts are computed others may still join: requests sent together do not come together. But a batch has
+        no more rows in all than fit at once, or short ones, each with the next behind it, would keep it open for ever.
         """
         lane = self._lane
-        lane.is_batch_open = lane.is_batch_open or lane.num_rows == 0
-        if lane.is_batch_open:
+        if not lane.num_rows:
+            lane.is_batch_open, lane.num_joined = True, 0
+        if lane.is_batch_open or lane.prefilling:
             self._plan_prefills()
-            lane.is_batch_open = bool(self.draft.rows or lane.prefilling or lane.in_flight)
-        if not lane.is_batch_open:
+        is_filling = bool(self.draft.rows or lane.prefilling)
+        is_full = lane.num_joined >= lane.max_num_seqs
+        lane.is_batch_open = lane.is_batch_open and not is_full and (is_filling or bool(lane.in_flight))
+        if not lane.is_batch_open and not is_filling:
             self._plan_decodes()
 
     def _plan_decodes(self) -> None:

@@ -100,6 +100,19 @@ def test_static_batch_takes_what_comes_while_its_prompts_are_computed() -> None:
     cell.check_texts()
 
 
+def test_static_batch_is_not_kept_open_by_one_short_request_after_the_other() -> None:
+    cell = make_cell(make_spec(max_num_seqs=4), policy=SchedulingPolicy.STATIC)
+    cell.submit(make_request("long", range(10), max_tokens=9))
+    for number in range(40):
+        cell.submit(make_request(f"short {number}", [number] * 10, max_tokens=1))
+        cell.plan()
+        if number:
+            cell.apply()
+    assert cell.clients["long", 0].end  # type: ignore[index]
+    cell.run_to_end()
+    cell.check_texts()
+
+
 def test_static_batches_run_until_their_last_row_has_ended() -> None:
     cell = make_cell(make_spec(max_num_seqs=2, budget=100), policy=SchedulingPolicy.STATIC)
     for name, max_tokens in (("short", 2), ("long", 9), ("next", 2)):
