@@ -9,6 +9,7 @@ import json
 import random
 import time
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,7 @@ CONNECT_TIMEOUT_S = 30.0
 
 
 class ServerError(Exception):
-    """The server answered with an error."""
+    """The server answered with an error, broke off, or could not be reached."""
 
 
 @dataclass(slots=True)
@@ -117,14 +118,15 @@ async def events(client: aiohttp.ClientSession, server: Server, job: Job) -> Asy
 async def send(client: aiohttp.ClientSession, server: Server, job: Job) -> Timing:
     """Send one job and read its stream to the end. Raises ServerError when it failed, or gave no token."""
     timing = Timing(time.perf_counter())
-    async for event in events(client, server, job):
-        choices = event.get("choices") or []
-        if any(choice.get("text") or choice.get("finish_reason") for choice in choices):
-            timing.chunk_times_s.append(time.perf_counter())
-        if usage := event.get("usage"):
-            timing.num_prompt_tokens = usage["prompt_tokens"]
-            timing.num_output_tokens = usage["completion_tokens"]
-            timing.num_cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    async with aclosing(events(client, server, job)) as stream:
+        async for event in stream:
+            choices = event.get("choices") or []
+            if any(choice.get("text") or choice.get("finish_reason") for choice in choices):
+                timing.chunk_times_s.append(time.perf_counter())
+            if usage := event.get("usage"):
+                timing.num_prompt_tokens = usage["prompt_tokens"]
+                timing.num_output_tokens = usage["completion_tokens"]
+                timing.num_cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     if not timing.chunk_times_s or not timing.num_output_tokens:
         raise ServerError("a stream ended without a token, or without its usage")
     return timing

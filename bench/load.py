@@ -44,6 +44,11 @@ class LoadSettings(BaseSettings):
     seed: int = Field(0, description="of lengths, contents and arrival times")
     json_path: str = Field("", description="file to write the figures to, as JSON; -: standard output, and no table")
 
+    @field_validator("url")
+    @classmethod
+    def _without_end_slash(cls, value: str) -> str:
+        return value.rstrip("/")
+
     @field_validator("prompt_tokens", "output_tokens")
     @classmethod
     def _check_lengths(cls, value: str) -> str:

@@ -5,9 +5,9 @@ its end before the next begins; and `transformers.generate` on padded batches. T
 lengths that spread 10 : 1, most of them short.
 """
 
-import asyncio
 import heapq
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from bench.cell import Cell
 from bench.client import Server, find_model, run_closed_loop
@@ -64,9 +64,14 @@ async def measure(settings: CompareSettings, repeats: int) -> list[Finding]:
     """Run all sides."""
     from bench.padded import PaddedGenerator  # here: it loads torch and transformers, which the other scripts need not
 
-    padded = PaddedGenerator(settings.model, settings.dtype)
     flags: dict[str, str | int] = {"model": settings.model, "dtype": settings.dtype, "max_num_seqs": ROWS}
-    with Cell(**flags) as continuous_cell, Cell(**flags, scheduling_policy="static") as static_cell:
+    with (
+        ThreadPoolExecutor(1) as computing,
+        Cell(**flags) as continuous_cell,
+        Cell(**flags, scheduling_policy="static") as static_cell,
+    ):
+        # One thread loads and generates: a second one that computes changes how OpenMP's threads wait.
+        padded = computing.submit(PaddedGenerator, settings.model, settings.dtype).result()
         name = await find_model(continuous_cell.url)
         continuous, static = Server(continuous_cell.url, name), Server(static_cell.url, name)
         ours, statics, theirs = [], [], []
@@ -74,7 +79,7 @@ async def measure(settings: CompareSettings, repeats: int) -> list[Finding]:
             jobs = WORKLOAD.jobs(LENGTHS_SEED, content_seed=repeat)
             ours.append(await quire_tokens_per_s(continuous, jobs))
             statics.append(await quire_tokens_per_s(static, jobs))
-            theirs.append(await asyncio.to_thread(padded.tokens_per_s, jobs, ROWS))
+            theirs.append(computing.submit(padded.tokens_per_s, jobs, ROWS).result())
             say(
                 f"repeat {repeat + 1}: {ours[-1]:.1f}, static {statics[-1]:.1f}, transformers {theirs[-1]:.1f} tokens/s"
             )

@@ -34,7 +34,8 @@ def main(arguments: list[str]) -> int:
         level=settings.log_level.upper(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
-    # While the model is loaded nothing needs an orderly end, which would wait for the thread that loads it.
+    # An orderly end would wait for the thread that loads the model, and nothing needs one before it is loaded: what an
+    # import leaves behind, the next one removes.
     signal.signal(signal.SIGTERM, _exit_at_once)
     signal.signal(signal.SIGINT, _exit_at_once)
     prepare_environment(settings.num_threads)
@@ -50,7 +51,7 @@ def _run(settings: WorkerSettings, credentials: Credentials) -> int:
     from worker_svc.loader.errors import ModelError
 
     # One thread computes whatever is computed, loading included. OpenMP gives every thread that does a team of its own,
-    # and once there are more threads in teams than cores, none of them spins any more (see worker_svc.threads).
+    # and once there are more threads in teams than cores, they hardly spin any more (see worker_svc.threads).
     device = ThreadPoolExecutor(1, "device", set_num_threads, (settings.num_threads,))
     try:
         worker = device.submit(load_worker, settings).result()

@@ -10,7 +10,7 @@ _SPINS = "1000"  # pause instructions, of 20 to 45 nanoseconds
 def prepare_environment(num_threads: int | None) -> None:
     """Set what OpenMP reads when it is loaded; what the user has set already stays.
 
-    Threads that wait for each other spin for some 20 microseconds, which covers most of what lies between two matrix
+    Threads that wait for each other spin for 20 to 45 microseconds, which covers most of what lies between two matrix
     products, and then sleep. A decode step of 8 rows on two Zen 5 cores, in ms, by how often they look before they
     sleep (GOMP_SPINCOUNT):
 
@@ -22,7 +22,7 @@ def prepare_environment(num_threads: int | None) -> None:
     | beside another worker on the same cores | 23.9 | 27.9 | 30.4 | 45.0 |
 
     So workers that share cores do better with `OMP_WAIT_POLICY=passive` (0 here), and best with as many threads each
-    (`--num-threads`) as cores are its own: `quire serve --workers` shares them out so.
+    (`--num-threads`) as cores are its own: so `quire serve --workers` shares out those of the machine.
     """
     count = num_threads or usable_cores()
     os.environ.setdefault("OMP_NUM_THREADS", str(count))

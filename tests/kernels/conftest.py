@@ -30,6 +30,7 @@ def interpreting(monkeypatch: pytest.MonkeyPatch) -> None:
     interpreter = importlib.import_module("triton.runtime.interpreter")
 
     def create_dot(_builder: Any, a: Any, b: Any, total: Any, *_precision: Any) -> Any:
+        assert a.dtype.primitive_bitwidth > 8, "codes are not numbers"
         wide = total.data.dtype
         product = np.einsum("mk,kn->mn", a.data.astype(wide), b.data.astype(wide))
         return interpreter.TensorHandle(product + total.data, total.dtype.scalar)
