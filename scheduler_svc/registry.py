@@ -72,6 +72,7 @@ class Registry:
         self._told_refusals: dict[LaneId, Mapping[str, int]] = {}  # what each worker process has told so far
         self._fenced_since_ms: dict[LaneId, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._last_complaint = ""
 
     @property
     def lanes(self) -> Iterable[Lane]:
@@ -80,6 +81,17 @@ class Registry:
 
     async def register(self, message: scheduler_pb2.RegisterRequest) -> None:
         """Take a worker in; its lane becomes live later. Raises ServiceError with the reason for a refusal."""
+        try:
+            await self._take_in(message)
+        except RegistrationRefusedError as error:
+            complaint = f"the worker at {message.address} does not fit this cell: {error}"
+            # Once: it tries again and again.
+            if error.refusal is Refusal.UNFIT_REGISTER and complaint != self._last_complaint:
+                logger.warning("%s", complaint)
+                self._last_complaint = complaint
+            raise
+
+    async def _take_in(self, message: scheduler_pb2.RegisterRequest) -> None:
         identity = LaneIdentity(LaneId(message.instance_id), message.address, message.lane_epoch)
         self._check(message, identity)
         # A worker that ended its lane's epoch to begin one here has not gone to another scheduler.

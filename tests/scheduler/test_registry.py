@@ -68,6 +68,19 @@ async def test_other_model_than_the_first_workers_is_refused_with_both(
     assert (ours.hex()[:16] if isinstance(ours, bytes) else str(ours)) in details
 
 
+async def test_scheduler_says_once_why_a_worker_does_not_fit(
+    cell: LoopbackCell, caplog: pytest.LogCaptureFixture
+) -> None:
+    await cell.start()
+    await cell.add_worker()
+    second = await cell.make_worker(model=make_model(block_size=32))
+    for _ in range(2):
+        _, details = await refusal(second, cell)
+    warnings = [record.getMessage() for record in caplog.records if "does not fit" in record.getMessage()]
+    assert len(warnings) == 1
+    assert warnings[0].endswith(str(details))
+
+
 @pytest.mark.parametrize("field", ["num_slabs", "native_blocks_per_slab", "max_num_seqs", "max_num_batched_tokens"])
 async def test_worker_that_offers_nothing_is_refused(cell: LoopbackCell, field: str) -> None:
     await cell.start()
