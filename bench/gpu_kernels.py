@@ -262,8 +262,7 @@ class Activations:
 
     def rotate(self, operations: Elementwise) -> Tensor:
         """As add_rms_norm."""
-        operations.rotate(self.heads, self.num_rotated, self.cos, self.sin)
-        return self.heads
+        return operations.rotate(self.heads, self.num_rotated, self.cos, self.sin)
 
     def silu_mul(self, operations: Elementwise) -> Tensor:
         """As add_rms_norm."""

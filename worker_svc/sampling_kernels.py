@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kernels.cpu.runtime import compiled
+from kernels.cpu.runtime import compiled, compiled_short
 
 _LOG2_E = np.float32(1.4426950408889634)
 _LN2_HIGH = np.float32(0.693359375)  # short, so that n * _LN2_HIGH is exact; the rest of ln 2 is _LN2_LOW
@@ -33,7 +33,7 @@ _SPAN = 512  # weights summed together, so that the inversion looks at one sum f
 TOKEN_OF_BAD_ROW = -1  # what `choose_tokens` writes for a row whose logits are not finite
 
 
-@compiled
+@compiled_short
 def philox_uniform(seed: Any, sequence_idx: Any, position: Any) -> Any:
     """Return a float64 in [0, 1) that is a function of its arguments alone.
 

@@ -16,10 +16,10 @@ def prepare_environment(num_threads: int | None) -> None:
 
     | | 0 | 600 | 1,000 | 3,000 |
     | --- | --- | --- | --- | --- |
-    | in a cell that streams | 23.2 | 19.2 | 17.6 | 17.4 |
-    | alone | 20.3 | 16.7 | 14.2 | 14.3 |
-    | beside a busy process | 22.9 | 27.4 | 30.2 | 41.6 |
-    | beside another worker on the same cores | 23.9 | 27.9 | 30.4 | 45.0 |
+    | in a cell that streams | 22.3 | 19.3 | 17.7 | 17.4 |
+    | alone | 20.0 | 15.7 | 14.2 | 13.4 |
+    | beside a busy process | 23.0 | 27.0 | 29.4 | 41.0 |
+    | beside another worker on the same cores | 23.5 | 27.5 | 29.7 | 44.6 |
 
     So workers that share cores do better with `OMP_WAIT_POLICY=passive` (0 here), and best with as many threads each
     (`--num-threads`) as cores are its own: so `quire serve --workers` shares out those of the machine.

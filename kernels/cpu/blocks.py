@@ -14,7 +14,7 @@ from kernels.cpu.places import (
     format_of_entry,
 )
 from kernels.cpu.rows import activation_bytes, read
-from kernels.cpu.runtime import compiled, inlined
+from kernels.cpu.runtime import compiled, compiled_short, inlined
 from kernels.cpu.vector import (
     FLOAT32,
     LANES,
@@ -52,7 +52,7 @@ NEXT_TOKEN = offset_of(WRITE, "next_token")
 _VECTOR_BYTES = 4 * LANES
 
 
-@compiled
+@compiled_short
 def fill_write(
     address: int, key: int, value: int, slots: int, arena: int,
     key_stride: int, key_head_stride: int, value_stride: int, value_head_stride: int,
@@ -103,7 +103,7 @@ def _write_token(address: int, token: int, block: int, place: int, tag: Any) -> 
             store(row + d * item, read(value + d * read_item, job.dtype_code), tag)
 
 
-@compiled
+@compiled_short
 def check_entries(entries: int, num_entries: int, formats: int, slab_bytes: int, arena_bytes: int) -> tuple[int, int]:
     """Return how the int32 entries at an address are (see `places`), and the first at fault."""
     for i in range(num_entries):

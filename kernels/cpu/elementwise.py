@@ -1,14 +1,15 @@
 """Norms, rotation and gating for CPUs: one compiled call each, in place of five to ten torch calls.
 
 A decode step makes four such calls a layer, and each moves a few kilobytes: what they cost is calls, not arithmetic. So
-few rows are computed where the call is made; many (a prefill chunk's) are shared out among torch's threads.
+tensors pass as addresses (as arrays a call took up to twice as long), and few rows are computed where the call is made;
+many (a prefill chunk's) are shared out among torch's threads.
+
 What goes into matrix products and comes out of them has the dtype that those take, float32 or bfloat16: converting it
 in calls of its own took an eighth of a prefill. The residual stream, and all arithmetic here, is float32.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import numba
@@ -18,7 +19,7 @@ from numba import types
 from numba.np.numpy_support import carray
 from torch import Tensor
 
-from kernels.cpu.runtime import c_function, compiled, inlined, instruction, run_on_threads
+from kernels.cpu.runtime import c_function, compiled_short, inlined, instruction, run_on_threads
 from kernels.cpu.vector import BFLOAT16, FLOAT32, fetch_and_add, narrowed, offset_of, record_at, widened
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -71,13 +72,12 @@ def _add_norm_row(residual: Any, delta: Any, weight: Any, eps: Any, out: Any) ->
 
 
 @_fast()
-def _rotate_head(head: Any, cos: Any, sin: Any) -> None:
+def _rotate_head(head: Any, cos: Any, sin: Any, out: Any) -> None:
     half = cos.shape[0]
-    left, right = head[:half], head[half:]
     for i in range(half):
-        x, y = widened(left[i]), widened(right[i])
-        left[i] = narrowed(x * cos[i] - y * sin[i], left[i])
-        right[i] = narrowed(y * cos[i] + x * sin[i], right[i])
+        x, y = widened(head[i]), widened(head[half + i])
+        out[i] = x * cos[i] - y * sin[i]
+        out[half + i] = y * cos[i] + x * sin[i]
 
 
 @_fast()
@@ -87,38 +87,26 @@ def _silu_mul_row(gate: Any, up: Any, out: Any) -> None:
         out[i] = narrowed(x * widened(up[i]) / (np.float32(1.0) + _exp(-x)), out[i])
 
 
-# ---- rows, where the call is made
+# ---- rows of a call
 
+_ADD_NORM, _ROTATE, _SILU_MUL = range(3)
 
-@compiled
-def _add_norm(residual: Any, delta: Any, weight: Any, eps: Any, out: Any) -> None:
-    for t in range(residual.shape[0]):
-        _add_norm_row(residual[t], delta[t], weight, eps, out[t])
-
-
-@compiled
-def _rotate(heads: Any, num_rotated: Any, cos: Any, sin: Any) -> None:
-    for t in range(heads.shape[0]):
-        for h in range(num_rotated):
-            _rotate_head(heads[t, h], cos[t], sin[t])
-
-
-@compiled
-def _silu_mul(gate_up: Any, out: Any) -> None:
-    size = out.shape[1]
-    for t in range(out.shape[0]):
-        _silu_mul_row(gate_up[t, :size], gate_up[t, size:], out[t])
-
-
-# ---- rows, shared out among threads
-
-_JOB = np.dtype(
-    [(name, np.int64) for name in ("next_row", "num_rows", "a", "b", "c", "d", "num_heads", "num_rotated", "size")]
+# One call, as all threads that compute it see it. What its tensors and sizes are, by kind:
+#
+#            | a        | b     | c      | d   | parts of a row | size, elements of a part
+#   add_norm | residual | delta | weight | out | 1              | H
+#   rotate   | heads    | cos   | sin    | out | heads          | D
+#   silu_mul | gate_up  | out   | -      | -   | 2: gate, up    | I
+_CALL = np.dtype(
+    [
+        (name, np.int64)
+        for name in ("kind", "a", "b", "c", "d", "next_row", "num_rows", "num_parts", "num_rotated", "size")
+    ]
     + [("eps", np.float32)],
     align=True,
 )
-_job_at = record_at(_JOB)
-_NEXT_ROW = offset_of(_JOB, "next_row")
+_call_at = record_at(_CALL)
+_NEXT_ROW = offset_of(_CALL, "next_row")
 _pointer_to: Any = types.CPointer  # Numba's constructor has no annotations
 
 
@@ -132,78 +120,81 @@ def _pointer(_typing: Any, address: Any, tag: Any) -> Any:
 
 
 @inlined
-def _take_rows(address: int, num_rows: int) -> tuple[int, int]:
-    """Return the next rows that nobody has taken, begin and end; at the end they are none."""
+def _add_norm_rows(address: int, begin: int, end: int, tag: Any) -> None:
+    call = _call_at(address)
+    shape = (call.num_rows, call.size)
+    residual, weight = carray(_pointer(call.a, FLOAT32), shape), carray(_pointer(call.c, FLOAT32), call.size)
+    delta, out = carray(_pointer(call.b, tag), shape), carray(_pointer(call.d, tag), shape)
+    for t in range(begin, end):
+        _add_norm_row(residual[t], delta[t], weight, call.eps, out[t])
+
+
+@inlined
+def _rotate_rows(address: int, begin: int, end: int, tag: Any) -> None:
+    call = _call_at(address)
+    size = call.size
+    shape, half_shape = (call.num_rows, call.num_parts, size), (call.num_rows, size // 2)
+    heads, out = carray(_pointer(call.a, tag), shape), carray(_pointer(call.d, FLOAT32), shape)
+    cos, sin = carray(_pointer(call.b, FLOAT32), half_shape), carray(_pointer(call.c, FLOAT32), half_shape)
+    for t in range(begin, end):
+        for h in range(call.num_rotated):
+            _rotate_head(heads[t, h], cos[t], sin[t], out[t, h])
+        for h in range(call.num_rotated, call.num_parts):
+            for i in range(size):
+                out[t, h, i] = widened(heads[t, h, i])
+
+
+@inlined
+def _silu_mul_rows(address: int, begin: int, end: int, tag: Any) -> None:
+    call = _call_at(address)
+    size = call.size
+    gate_up = carray(_pointer(call.a, tag), (call.num_rows, 2 * size))
+    out = carray(_pointer(call.b, tag), (call.num_rows, size))
+    for t in range(begin, end):
+        _silu_mul_row(gate_up[t, :size], gate_up[t, size:], out[t])
+
+
+@inlined
+def _compute_rows(address: int, begin: int, end: int, tag: Any) -> None:
+    kind = _call_at(address).kind
+    if kind == _ADD_NORM:
+        _add_norm_rows(address, begin, end, tag)
+    elif kind == _ROTATE:
+        _rotate_rows(address, begin, end, tag)
+    else:
+        _silu_mul_rows(address, begin, end, tag)
+
+
+def _compute_chunks(address: int, tag: Any) -> None:
+    """Take chunks of the rows of the call at an address until none is left: what each thread runs."""
+    num_rows = _call_at(address).num_rows
     begin = fetch_and_add(address + _NEXT_ROW, _CHUNK_ROWS)
-    return min(begin, num_rows), min(begin + _CHUNK_ROWS, num_rows)
+    while begin < num_rows:
+        _compute_rows(address, begin, min(begin + _CHUNK_ROWS, num_rows), tag)
+        begin = fetch_and_add(address + _NEXT_ROW, _CHUNK_ROWS)
 
 
-def _run_add_norm(address: int, tag: Any) -> None:
-    job = _job_at(address)
-    shape = (job.num_rows, job.size)
-    residual, weight = carray(_pointer(job.a, FLOAT32), shape), carray(_pointer(job.c, FLOAT32), job.size)
-    delta, out = carray(_pointer(job.b, tag), shape), carray(_pointer(job.d, tag), shape)
-    begin, end = _take_rows(address, job.num_rows)
-    while begin < end:
-        _add_norm(residual[begin:end], delta[begin:end], weight, job.eps, out[begin:end])
-        begin, end = _take_rows(address, job.num_rows)
+@compiled_short
+def _begin(
+    address: int, kind: int, a: int, b: int, c: int, d: int, num_rows: int, num_parts: int, num_rotated: int, size: int,
+    eps: Any, tag: Any,
+) -> bool:  # fmt: skip
+    """Write a call to an address, and compute it here if it has few elements; returns whether it did."""
+    call = _call_at(address)
+    call.kind, call.a, call.b, call.c, call.d = kind, a, b, c, d
+    call.next_row, call.num_rows, call.num_parts, call.num_rotated = 0, num_rows, num_parts, num_rotated
+    call.size, call.eps = size, eps
+    if num_rows * num_parts * size >= _SERIAL_ELEMENTS:
+        return False
+    _compute_rows(address, 0, num_rows, tag)
+    return True
 
 
-def _run_rotate(address: int, tag: Any) -> None:
-    job = _job_at(address)
-    heads = carray(_pointer(job.a, tag), (job.num_rows, job.num_heads, job.size))
-    shape = (job.num_rows, job.size // 2)
-    cos, sin = carray(_pointer(job.b, FLOAT32), shape), carray(_pointer(job.c, FLOAT32), shape)
-    begin, end = _take_rows(address, job.num_rows)
-    while begin < end:
-        _rotate(heads[begin:end], job.num_rotated, cos[begin:end], sin[begin:end])
-        begin, end = _take_rows(address, job.num_rows)
-
-
-def _run_silu_mul(address: int, tag: Any) -> None:
-    job = _job_at(address)
-    gate_up = carray(_pointer(job.a, tag), (job.num_rows, 2 * job.size))
-    out = carray(_pointer(job.b, tag), (job.num_rows, job.size))
-    begin, end = _take_rows(address, job.num_rows)
-    while begin < end:
-        _silu_mul(gate_up[begin:end], out[begin:end])
-        begin, end = _take_rows(address, job.num_rows)
-
-
-def _share_out(body: int, num_rows: int, tensors: tuple[Tensor, ...], **sizes: float) -> None:
-    assert all(tensor.is_contiguous() for tensor in tensors), "threads find rows by their number alone"
-    job = np.zeros(1, _JOB)
-    job["num_rows"] = num_rows
-    for name, tensor in zip("abcd", tensors, strict=False):
-        job[name] = tensor.data_ptr()
-    for name, value in sizes.items():
-        job[name] = value
-    run_on_threads(body, job.ctypes.data, torch.get_num_threads())
-
-
-def _array(tensor: Tensor) -> Any:
-    """Return a tensor's memory as an array; numpy has no bfloat16, so that is uint16 there."""
-    return (tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
-
-
-@dataclass(frozen=True, slots=True)
-class _Bodies:
-    """What threads run for one dtype of products: addresses of C functions."""
-
-    add_norm: int
-    rotate: int
-    silu_mul: int
-
-    @classmethod
-    def of(cls, dtype: torch.dtype) -> "_Bodies":
-        tag = _TAGS[dtype]
-        return cls(
-            c_function(_run_add_norm, 1, tag), c_function(_run_rotate, 1, tag), c_function(_run_silu_mul, 1, tag)
-        )
+# ---- calls
 
 
 class CpuElementwise:
-    """The decoder's elementwise operations on contiguous tensors, T tokens first.
+    """The decoder's elementwise operations on contiguous tensors, T tokens first. One thread alone may use it.
 
     The residual stream, norm weights, cos and sin are float32. Products' inputs and results are float32 or have the
     dtype named when it is made, float32 or bfloat16; those of one call have one dtype. What it needs is compiled, or
@@ -211,39 +202,53 @@ class CpuElementwise:
     """
 
     def __init__(self, product_dtype: torch.dtype = torch.float32) -> None:
-        self._bodies = {dtype: _Bodies.of(dtype) for dtype in {torch.float32, product_dtype}}
-        row, half = torch.ones(1, 2), torch.ones(1, 1)
+        self._record = np.zeros(1, _CALL)
+        self._address = self._record.ctypes.data
+        self._bodies = {dtype: c_function(_compute_chunks, 1, _TAGS[dtype]) for dtype in {torch.float32, product_dtype}}
+        row = torch.ones(1, 2)
         for dtype in self._bodies:
-            product = row.to(dtype)
-            self.add_rms_norm(row.clone(), product, torch.ones(2), 1e-6, product.clone())
-            self.rotate(product.view(1, 1, 2), 1, half, half)
-            self.silu_mul(product, product[:, :1].clone())
+            self.silu_mul(row.to(dtype), torch.ones(1, 1, dtype=dtype))
 
     def add_rms_norm(self, residual: Tensor, delta: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
         """residual += delta, then out = residual / rms(residual) * weight; all [T, H], weight [H]."""
-        if residual.numel() < _SERIAL_ELEMENTS:
-            _add_norm(residual.numpy(), _array(delta), weight.numpy(), np.float32(eps), _array(out))
-            return
         num_rows, size = residual.shape
-        body = self._bodies[out.dtype].add_norm
-        _share_out(body, num_rows, (residual, delta, weight, out), size=size, eps=eps)
+        assert residual.dtype is weight.dtype is torch.float32
+        assert residual.numel() == delta.numel() == out.numel()
+        assert weight.numel() == size
+        self._run(_ADD_NORM, (delta, out), (residual, delta, weight, out), (num_rows, 1, 0, size), float(eps))
 
-    def rotate(self, heads: Tensor, num_rotated: int, cos: Tensor, sin: Tensor) -> None:
-        """Rotate the first `num_rotated` of heads [T, heads, D] in place.
+    def rotate(self, heads: Tensor, num_rotated: int, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return heads [T, heads, D] as float32 in new memory, the first `num_rotated` of them rotated.
 
         Channel i is paired with i + D / 2; cos and sin are [T, D / 2].
         """
-        if heads.numel() < _SERIAL_ELEMENTS:
-            _rotate(_array(heads), num_rotated, cos.numpy(), sin.numpy())
-            return
         num_rows, num_heads, size = heads.shape
-        body, tensors = self._bodies[heads.dtype].rotate, (heads, cos, sin)
-        _share_out(body, num_rows, tensors, num_heads=num_heads, num_rotated=num_rotated, size=size)
+        assert cos.dtype is sin.dtype is torch.float32
+        assert cos.numel() == sin.numel() == num_rows * (size // 2)
+        assert num_rotated <= num_heads
+        out = torch.empty_like(heads, dtype=torch.float32)
+        self._run(_ROTATE, (heads,), (heads, cos, sin, out), (num_rows, num_heads, num_rotated, size))
+        return out
 
     def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
         """out = silu(gate) * up for gate_up [T, 2 I], gate first; out [T, I]."""
-        if gate_up.numel() < _SERIAL_ELEMENTS:
-            _silu_mul(_array(gate_up), _array(out))
-            return
         num_rows, size = out.shape
-        _share_out(self._bodies[out.dtype].silu_mul, num_rows, (gate_up, out), size=size)
+        assert gate_up.numel() == 2 * out.numel()
+        self._run(_SILU_MUL, (gate_up, out), (gate_up, out), (num_rows, 2, 0, size))
+
+    def _run(
+        self, kind: int, products: tuple[Tensor, ...], tensors: tuple[Tensor, ...], sizes: tuple[int, int, int, int],
+        eps: float = 0.0,
+    ) -> None:  # fmt: skip
+        """Run a call of these rows, parts of a row, rotated parts and elements of a part.
+
+        `products` are those of its tensors that go into matrix products or come out of them.
+        """
+        dtype = products[0].dtype
+        assert dtype in self._bodies, f"nothing is compiled for {dtype}"
+        assert products[-1].dtype is dtype
+        assert all(tensor.is_contiguous() for tensor in tensors), "rows are found by their number alone"
+        a, b, *others = [tensor.data_ptr() for tensor in tensors]
+        c, d = others or (0, 0)
+        if not _begin(self._address, kind, a, b, c, d, *sizes, eps, _TAGS[dtype]):
+            run_on_threads(self._bodies[dtype], self._address, torch.get_num_threads())

@@ -15,7 +15,7 @@ from typing import cast
 import numpy as np
 
 from kernels.cpu.places import BAD_ROW
-from kernels.cpu.runtime import compiled, inlined
+from kernels.cpu.runtime import compiled_short, inlined
 from kernels.cpu.vector import load_int32, offset_of, record_at
 
 SPLIT_TOKENS = 256
@@ -110,7 +110,7 @@ def _tile_cost(address: int, row: int, query_begin: int, query_count: int) -> in
     return cost
 
 
-@compiled
+@compiled_short
 def plan_launch(
     address: int, num_tokens: int,
     query: int, query_stride: int, query_dtype: int, out: int, out_stride: int, out_dtype: int,

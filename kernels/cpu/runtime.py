@@ -72,6 +72,14 @@ def compiled(function: Function) -> Function:
     return cast(Function, _njit(cache=True, **_OPTIONS)(function))
 
 
+def compiled_short(function: Function) -> Function:
+    """As `compiled`, for what takes a few microseconds: it keeps the GIL.
+
+    Another thread that took it in between would keep it for longer than the work takes.
+    """
+    return cast(Function, _njit(cache=True, **_OPTIONS | {"nogil": False})(function))
+
+
 def inlined(function: Function) -> Function:
     """As `compiled`, for a function that only compiled ones call: it is compiled, and cached, with them."""
     return cast(Function, _njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **_OPTIONS)(function))

@@ -15,7 +15,7 @@ import numpy as np
 from kernels.cpu.places import FINE, check_entry, entry_offset
 from kernels.cpu.plan import TILE_ROWS, first_key, launch_at
 from kernels.cpu.product import PANEL_ROWS, WIDE_ROWS, block_product, panel_product
-from kernels.cpu.runtime import compiled, inlined
+from kernels.cpu.runtime import compiled_short, inlined
 from kernels.cpu.softmax import TILE_TOKENS, rescale, softmax_tile
 from kernels.cpu.vector import FLOAT32, LANES, item_bytes, load, load_int32, load_scalar, record_at, store
 from kernels.formats import FORMAT_MASK
@@ -54,7 +54,7 @@ thread_at = record_at(THREAD)
 _THREAD_BYTES = -(-THREAD.itemsize // LINE_BYTES) * LINE_BYTES
 
 
-@compiled
+@compiled_short
 def lay_out(thread: int, num_query_heads: int, head_size: int) -> int:
     """Write into the record of a thread where the arrays of its scratch memory are; returns where the memory ends."""
     rows = max(TILE_ROWS, (num_query_heads + PANEL_ROWS - 1) // PANEL_ROWS * PANEL_ROWS)

@@ -76,8 +76,8 @@ class TritonElementwise:
             residual, delta, weight, out, eps, SIZE=size, PAD=pad, num_warps=num_warps, **COMPILER_OPTIONS
         )
 
-    def rotate(self, heads: Tensor, num_rotated: int, cos: Tensor, sin: Tensor) -> None:
-        """Rotate the first `num_rotated` of heads [T, heads, D] in place.
+    def rotate(self, heads: Tensor, num_rotated: int, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate the first `num_rotated` of heads [T, heads, D] in place, and return heads.
 
         Channel i is paired with i + D / 2; cos and sin are float32 [T, D / 2].
         """
@@ -96,6 +96,7 @@ class TritonElementwise:
             HEADS=per_program,
             **COMPILER_OPTIONS,
         )
+        return heads
 
     def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
         """out = silu(gate) * up for gate_up [T, 2 I], gate first; out [T, I]."""

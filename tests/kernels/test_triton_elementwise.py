@@ -47,11 +47,7 @@ def test_add_rms_norm(size: int, dtype: torch.dtype) -> None:
 def test_rotate_leaves_the_heads_behind_alone(size: int, num_heads: int, num_rotated: int, dtype: torch.dtype) -> None:
     angles = make(torch.float32, 3, size // 2) * 50
     original = make(dtype, 3, num_heads, size)
-    results = []
-    for one in operations():
-        heads = original.clone()
-        one.rotate(heads, num_rotated, angles.cos(), angles.sin())
-        results.append(heads)
+    results = [one.rotate(original.clone(), num_rotated, angles.cos(), angles.sin()) for one in operations()]
     assert_close(results[0], results[1])
     assert torch.equal(results[0][:, num_rotated:], original[:, num_rotated:])
     assert not torch.equal(results[0][:, num_rotated - 1], original[:, num_rotated - 1])

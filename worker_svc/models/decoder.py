@@ -129,9 +129,8 @@ class Decoder:
         gated = delta.new_empty(len(delta), config.intermediate_size)
         for layer, layer_arena in zip(self._layers, arena.unbind(0), strict=True):
             elementwise.add_rms_norm(residual, delta, layer.input_norm, eps, normed)
-            # Queries are rotated, and not rounded again, in the residual's dtype.
-            heads = layer.qkv(normed).to(residual.dtype).view(-1, sum(split), config.head_size)
-            elementwise.rotate(heads, config.num_heads + config.num_kv_heads, cos, sin)
+            heads = layer.qkv(normed).view(-1, sum(split), config.head_size)
+            heads = elementwise.rotate(heads, config.num_heads + config.num_kv_heads, cos, sin)
             query, key, value = torch.split_with_sizes(heads, split, dim=1)
             backend.write_kv(layer_arena, key, value, slot_mapping, layout)
             backend.paged_attention(query, layer_arena, batch, self.attention_params, layout, attended)

@@ -1,8 +1,9 @@
 """The decoder's work between matrix products and attention: norms, rotation, gating.
 
 At 8 decoding rows a model of 30 layers makes hundreds of such small operations a step, and what counts is calls, not
-arithmetic. So each operation is one fused call into buffers that the caller allocates once a step. Compiled kernels do
-them on CPUs (`kernels/cpu/elementwise.py`) and on GPUs (`kernels/triton/elementwise.py`); elsewhere torch.
+arithmetic. So each operation is one fused call, most of them into buffers that the caller allocates once a step.
+Compiled kernels do them on CPUs (`kernels/cpu/elementwise.py`) and on GPUs (`kernels/triton/elementwise.py`);
+elsewhere torch.
 """
 
 from typing import Protocol
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 
 
 class Elementwise(Protocol):
-    """All tensors are contiguous, T tokens first; results go into the arguments named so."""
+    """All tensors are contiguous, T tokens first; what has an argument named `out` writes its result there."""
 
     def add_rms_norm(self, residual: Tensor, delta: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
         """residual += delta, then out = residual / rms(residual) * weight; all [T, H], weight [H].
@@ -22,10 +23,11 @@ class Elementwise(Protocol):
         may be narrower than that of residual and weight.
         """
 
-    def rotate(self, heads: Tensor, num_rotated: int, cos: Tensor, sin: Tensor) -> None:
-        """Rotate the first `num_rotated` of heads [T, heads, D] in place.
+    def rotate(self, heads: Tensor, num_rotated: int, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return heads [T, heads, D], the first `num_rotated` of them rotated.
 
-        Channel i is paired with i + D / 2; cos and sin are float32 [T, D / 2].
+        Channel i is paired with i + D / 2; cos and sin are float32 [T, D / 2]. On a CPU the result is float32, so that
+        narrower heads are not rounded again; elsewhere it is in place of the heads.
         """
 
     def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
@@ -44,13 +46,14 @@ class TorchElementwise:
         residual += delta
         out.copy_(F.rms_norm(residual, weight.shape, weight, eps))
 
-    def rotate(self, heads: Tensor, num_rotated: int, cos: Tensor, sin: Tensor) -> None:
-        """See Elementwise."""
+    def rotate(self, heads: Tensor, num_rotated: int, cos: Tensor, sin: Tensor) -> Tensor:
+        """See Elementwise; in place on every device."""
         left, right = heads[:, :num_rotated].chunk(2, dim=-1)
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
         left_sin = left * sin
         torch.addcmul(left * cos, right, sin, value=-1, out=left)
         torch.addcmul(left_sin, right, cos, out=right)
+        return heads
 
     def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
         """See Elementwise."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cpu.elementwise import CpuElementwise
+from kernels.cpu.elementwise import CpuElementwise, _begin
 from worker_svc.models.elementwise import TorchElementwise
 
 # Rows on both sides of where work is shared out among threads, and no multiple of what a thread takes.
@@ -48,13 +48,13 @@ def test_rotate_leaves_the_heads_behind_alone(
     compiled: CpuElementwise, dtype: torch.dtype, num_rows: int, size: int
 ) -> None:
     angles = make(num_rows, size // 2) * 50
-    original = make(num_rows, 5, size).to(dtype)
-    heads, expected = original.clone(), original.float()
-    compiled.rotate(heads, 4, angles.cos(), angles.sin())
-    TorchElementwise().rotate(expected, 4, angles.cos(), angles.sin())
-    assert_rounded_from(heads, expected)
-    assert torch.equal(heads[:, 4:], original[:, 4:])
-    assert not torch.equal(heads[:, 3], original[:, 3])
+    heads = make(num_rows, 5, size).to(dtype)
+    rotated = compiled.rotate(heads, 4, angles.cos(), angles.sin())
+    assert torch.equal(heads, make(num_rows, 5, size).to(dtype))
+    expected = TorchElementwise().rotate(heads.float(), 4, angles.cos(), angles.sin())
+    torch.testing.assert_close(rotated, expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(rotated[:, 4:], heads[:, 4:].float())
+    assert not torch.equal(rotated[:, 3], heads[:, 3].float())
 
 
 @pytest.mark.parametrize("num_rows", ROWS)
@@ -87,17 +87,49 @@ def test_nan_is_not_lost(compiled: CpuElementwise, dtype: torch.dtype) -> None:
     assert out.isnan().all()
 
 
-def test_a_rows_result_does_not_depend_on_the_batch(compiled: CpuElementwise) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_rows_result_does_not_depend_on_the_batch(compiled: CpuElementwise, dtype: torch.dtype) -> None:
     """Bit for bit: a chunk's rows on many threads, and each of them alone."""
-    residual, delta, weight = make(517, 576), make(517, 576), make(576)
-    together = torch.empty(517, 576)
-    compiled.add_rms_norm(residual.clone(), delta, weight, 1e-5, together)
-    gate_up = make(517, 1152)
-    gated = torch.empty(517, 576)
-    compiled.silu_mul(gate_up, gated)
+    residual, delta, weight = make(517, 576), make(517, 576).to(dtype), make(576)
+    gate_up, heads, angles = make(517, 1152).to(dtype), make(517, 9, 64).to(dtype), make(517, 32) * 50
+
+    def results(rows: slice) -> list[Tensor]:
+        normed, gated = torch.empty_like(delta[rows]), torch.empty_like(delta[rows])
+        compiled.add_rms_norm(residual[rows].clone(), delta[rows], weight, 1e-5, normed)
+        compiled.silu_mul(gate_up[rows], gated)
+        return [normed, gated, compiled.rotate(heads[rows], 7, angles[rows].cos(), angles[rows].sin())]
+
+    together = results(slice(None))
     for row in (0, 100, 516):
-        alone = torch.empty(1, 576)
-        compiled.add_rms_norm(residual[row : row + 1].clone(), delta[row : row + 1], weight, 1e-5, alone)
-        assert torch.equal(alone[0], together[row])
-        compiled.silu_mul(gate_up[row : row + 1], alone)
-        assert torch.equal(alone[0], gated[row])
+        for alone, all_rows in zip(results(slice(row, row + 1)), together, strict=True):
+            assert torch.equal(alone[0], all_rows[row])
+
+
+def test_nothing_is_left_to_compile_once_it_is_made() -> None:
+    compiled = CpuElementwise(torch.bfloat16)
+    num_variants = len(_begin.signatures)  # type: ignore[attr-defined]  # Numba's
+    for dtype in DTYPES:
+        delta = make(3, 8).to(dtype)
+        compiled.add_rms_norm(make(3, 8), delta, make(8), 1, delta)
+        compiled.rotate(make(3, 2, 4).to(dtype), 1, make(3, 2), make(3, 2))
+        compiled.silu_mul(delta, make(3, 4).to(dtype))
+    assert len(_begin.signatures) == num_variants == len(DTYPES)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("num_rows", [1, 517])
+def test_what_addresses_do_not_tell_is_refused(num_rows: int) -> None:
+    """Tensors pass as addresses: a wrong dtype, size or stride must not come that far."""
+    compiled = CpuElementwise()
+    gate_up, out = make(num_rows, 1152), make(num_rows, 576)
+    with pytest.raises(AssertionError, match="nothing is compiled for"):
+        compiled.silu_mul(gate_up.bfloat16(), out.bfloat16())
+    with pytest.raises(AssertionError):
+        compiled.silu_mul(gate_up, out.bfloat16())
+    with pytest.raises(AssertionError, match="by their number"):
+        compiled.silu_mul(make(1152, num_rows + 1)[:, 1:].T, out)
+    with pytest.raises(AssertionError):
+        compiled.silu_mul(gate_up[:, :576].contiguous(), out)
+    with pytest.raises(AssertionError):
+        compiled.add_rms_norm(out, out[:0], make(576), 1e-5, out)
+    with pytest.raises(AssertionError):
+        compiled.rotate(make(num_rows, 9, 64), 7, make(num_rows, 16), make(num_rows, 16))
