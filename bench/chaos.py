@@ -211,4 +211,5 @@ async def measure(settings: CompareSettings, repeats: int) -> list[Finding]:
 
 
 if __name__ == "__main__":
-    run_comparison(measure, default_repeats=1)
+    # uvloop starts no processes in groups of their own, as the supervisor does.
+    run_comparison(measure, default_repeats=1, loop_factory=asyncio.new_event_loop)

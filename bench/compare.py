@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+import uvloop
 from pydantic import Field
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
 
@@ -28,15 +29,23 @@ class CompareSettings(BaseSettings):
 
 
 Measure = Callable[[CompareSettings, int], Coroutine[Any, Any, list[Finding]]]
+LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 
 
-def run_comparison(measure: Measure, default_repeats: int, settings: CompareSettings | None = None) -> NoReturn:
+def run_comparison(
+    measure: Measure,
+    default_repeats: int,
+    settings: CompareSettings | None = None,
+    loop_factory: LoopFactory = uvloop.new_event_loop,
+) -> NoReturn:
     """Run `measure(settings, repeats)` and print its findings; settings come from the command line if not given.
 
     Ends the process, with exit code 1 when a claim was missed.
     """
     settings = settings or CliApp.run(CompareSettings)
-    conclude(asyncio.run(measure(settings, settings.repeats or default_repeats)), settings)
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        findings = runner.run(measure(settings, settings.repeats or default_repeats))
+    conclude(findings, settings)
 
 
 def conclude(findings: list[Finding], settings: CompareSettings) -> NoReturn:

@@ -8,6 +8,7 @@ import asyncio
 import sys
 from pathlib import Path
 
+import uvloop
 from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
 
@@ -80,7 +81,8 @@ async def run(settings: LoadSettings) -> LoadFigures:
 def main() -> int:
     """Run one load from the command line."""
     settings = CliApp.run(LoadSettings)
-    figures = asyncio.run(run(settings))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        figures = runner.run(run(settings))
     if settings.json_path == "-":
         say(figures.as_json())
         return 0

@@ -2,6 +2,9 @@
 
 Through the services: the time between two tokens of the clients' streams while all 8 decode. Bare: the same decoder and
 kernels in this process, with the same threads and wait policy. One side rests while the other runs.
+
+With a core left to the services, where their work can hide behind the worker's; and with all cores computing, as is the
+default, where whatever the gateway, the scheduler and the clients do takes a core from the worker.
 """
 
 from collections.abc import Sequence
@@ -33,24 +36,30 @@ def served_step_ms(timings: Sequence[Timing]) -> float:
 
 
 async def measure(settings: CompareSettings, repeats: int) -> list[Finding]:
-    """Run both sides in turn."""
-    from worker_svc.threads import prepare_environment
+    """Run both sides in turn, with each number of threads."""
+    from worker_svc.threads import prepare_environment, set_num_threads, usable_cores
 
     prepare_environment(None)
     from bench.bare import BareDecode  # loads torch, for which the environment had to be ready
 
-    served_ms, bare_ms = [], []
-    with ThreadPoolExecutor(1) as computing, Cell(model=settings.model, dtype=settings.dtype) as cell:
-        # One thread loads and steps, as in the worker: a second one that computes changes how OpenMP's threads wait.
+    # One thread loads and steps, as in the worker: a second one that computes changes how OpenMP's threads wait.
+    with ThreadPoolExecutor(1) as computing:
         bare = computing.submit(BareDecode, settings.model, settings.dtype, ROWS).result()
-        server = Server(cell.url, await find_model(cell.url))
-        for repeat in range(repeats):
-            timings = await run_closed_loop(server, WORKLOAD.jobs(0, content_seed=repeat), ROWS)
-            served_ms.append(served_step_ms(timings))
-            bare_ms.append(computing.submit(bare.step_ms, PROMPT_TOKENS, OUTPUT_TOKENS).result())
-    say(f"decode step of {ROWS} rows: served {spread(served_ms)} ms, bare {spread(bare_ms)} ms")
-    ratios = [served / alone for served, alone in zip(served_ms, bare_ms, strict=True)]
-    return [at_most("decode step through the services / bare forward pass", ratios, LIMIT)]
+        findings = []
+        for num_threads in sorted({max(1, usable_cores() - 1), usable_cores()}):
+            computing.submit(set_num_threads, num_threads).result()
+            served_ms, bare_ms = [], []
+            with Cell(model=settings.model, dtype=settings.dtype, num_threads=num_threads) as cell:
+                server = Server(cell.url, await find_model(cell.url))
+                for repeat in range(repeats):
+                    timings = await run_closed_loop(server, WORKLOAD.jobs(0, content_seed=repeat), ROWS)
+                    served_ms.append(served_step_ms(timings))
+                    bare_ms.append(computing.submit(bare.step_ms, PROMPT_TOKENS, OUTPUT_TOKENS).result())
+            name = f"{num_threads} of {usable_cores()} cores computing"
+            say(f"decode step of {ROWS} rows, {name}: served {spread(served_ms)} ms, bare {spread(bare_ms)} ms")
+            ratios = [served / alone for served, alone in zip(served_ms, bare_ms, strict=True)]
+            findings.append(at_most(f"decode step through the services / bare forward pass, {name}", ratios, LIMIT))
+    return findings
 
 
 if __name__ == "__main__":
