@@ -7,7 +7,7 @@ spread 10 : 1, most of them short.
 In a static batch every row is computed until the longest output is done, as transformers does it, and what comes after
 a row's own end is thrown away (here once it has been streamed, in transformers before). Beside it stands a stronger
 rival, Quire's own static policy, where ended rows leave the batch and its later steps have fewer rows. On a GPU a step
-costs the same either way; on two cores fewer rows cost less.
+costs the same either way; on two cores fewer rows cost less. The claim is the same against both.
 """
 
 import heapq
@@ -28,7 +28,7 @@ SPREAD_WORKLOAD = Workload(32, Lengths(64, 512), Lengths(25, 250, logarithmic=Tr
 # Of 32 drawn lengths the ideal ratio varies from 1.37 to 2.20 by seed. With this one it is what the distribution gives
 # in the mean (1.68, and 2.03 for the spread one), so that the draw favours no side.
 LENGTHS_SEED = 22
-TRANSFORMERS_LIMIT, STATIC_LIMIT, LEAVING_LIMIT = 2.5, 1.4, 1.2
+TRANSFORMERS_LIMIT, STATIC_LIMIT = 2.5, 1.4
 
 
 def batches(jobs: Sequence[Job]) -> list[Sequence[Job]]:
@@ -114,14 +114,20 @@ async def measure(settings: CompareSettings, repeats: int) -> list[Finding]:
             say(f"transformers {theirs[-1]:.1f} tokens/s")
         for _ in range(repeats):
             await spread_rates.add(*cells, content_seeds)
-    findings = [at_least("output tokens/s / transformers", ratios(rates.continuous, theirs), TRANSFORMERS_LIMIT)]
+    findings = [
+        at_least(
+            "output tokens/s / transformers.generate in padded batches",
+            ratios(rates.continuous, theirs),
+            TRANSFORMERS_LIMIT,
+        )
+    ]
     for found in (rates, spread_rates):
         outputs = [job.num_output_tokens for job in found.workload.jobs(LENGTHS_SEED)]
         name = f"outputs of {min(outputs)} to {max(outputs)} tokens, {sum(outputs) / len(outputs):.0f} in the mean"
         report(name, found)
         of_static, of_leaving = ratios(found.continuous, found.static), ratios(found.continuous, found.leaving)
-        findings.append(at_least(f"output tokens/s / static batches of Quire, {name}", of_static, STATIC_LIMIT))
-        findings.append(at_least("the same / static batches that ended rows leave", of_leaving, LEAVING_LIMIT))
+        findings.append(at_least(f"output tokens/s / Quire with a static policy, {name}", of_leaving, STATIC_LIMIT))
+        findings.append(at_least("the same / static batches run to their longest output", of_static, STATIC_LIMIT))
     return findings
 
 
