@@ -82,10 +82,7 @@ class Choice:
         """Add what may be sent of `text` to `texts`; return the stop string that is complete, if one is."""
         if not text:
             return None
-        if self.num_tokens <= self._rules.min_tokens:
-            texts.append(text)
-            return None
-        checked = self._stop_strings.push(text)
+        checked = self._stop_strings.push(text, may_end=self.num_tokens > self._rules.min_tokens)
         texts.append(checked.text)
         return checked.stop
 

@@ -33,6 +33,11 @@ class _Matcher:
         self.num_matched = self._after(self.num_matched, char)
         return self.num_matched == len(self.stop)
 
+    def go_on(self) -> None:
+        """Look for the stop string again, where it is complete and does not count."""
+        if self.num_matched == len(self.stop):
+            self.num_matched = self._fallbacks[self.num_matched]
+
     def _after(self, num_matched: int, char: str) -> int:
         while num_matched and self.stop[num_matched] != char:
             num_matched = self._fallbacks[num_matched]
@@ -49,13 +54,19 @@ class StopStrings:
         self._keep_stop = keep_stop
         self._held = ""
 
-    def push(self, text: str) -> Checked:
-        """Take the next piece of text; nothing may be pushed after a stop string was complete."""
+    def push(self, text: str, may_end: bool = True) -> Checked:
+        """Take the next piece of text; nothing may be pushed after a stop string was complete.
+
+        One that is complete in a piece where it may not end the text does not count.
+        """
         if not self._matchers:
             return Checked(text)
         for idx, char in enumerate(text):
             complete = [matcher for matcher in self._matchers if matcher.push(char)]
-            if complete:
+            if complete and not may_end:
+                for matcher in complete:
+                    matcher.go_on()
+            elif complete:
                 stop = complete[0].stop
                 seen = self._held + text[: idx + 1]
                 return Checked(seen if self._keep_stop else seen[: -len(stop)], stop)

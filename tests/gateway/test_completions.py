@@ -140,6 +140,13 @@ async def test_stop_string_within_min_tokens_does_not_count(cell: Cell) -> None:
     assert answer["choices"][0]["text"] == "the quick the "
 
 
+async def test_stop_string_that_begins_within_min_tokens_counts(cell: Cell) -> None:
+    cell.answer("the quick brown fox")
+    num_tokens = len(cell.ids("the quick"))
+    answer = (await cell.complete("hello", stop="quick brown", min_tokens=num_tokens)).json()
+    assert answer["choices"][0]["text"] == "the "
+
+
 async def test_text_that_only_began_a_stop_string_is_sent_at_the_end(cell: Cell) -> None:
     cell.answer("the quick")
     *payloads, _done = events_of(await cell.complete("hello", stop="quickly", stream=True))

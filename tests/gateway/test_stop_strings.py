@@ -66,5 +66,28 @@ def test_stop_string_that_overlaps_itself_is_found() -> None:
     assert run(["aab"], ["aa", "ab"]) == (["", "a"], "aab")
 
 
+@unhurried
+@given(
+    st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=4),
+    st.lists(SHORT, max_size=6),
+    st.integers(0, 6),
+)
+def test_only_what_is_complete_where_it_may_end_counts(stops: list[str], pieces: list[str], num_first: int) -> None:
+    matcher = StopStrings(stops, keep_stop=True)
+    sent, stop = "", None
+    for idx, piece in enumerate(pieces):
+        checked = matcher.push(piece, may_end=idx >= num_first)
+        sent, stop = sent + checked.text, checked.stop
+        if stop is not None:
+            break
+    text, num_first_chars = "".join(pieces), len("".join(pieces[:num_first]))
+    ends = [end for end in range(num_first_chars + 1, len(text) + 1) if text[:end].endswith(tuple(stops))]
+    if ends:
+        complete = [other for other in stops if text[: ends[0]].endswith(other)]
+        assert (sent, stop) == (text[: ends[0]], max(complete, key=len))
+    else:
+        assert (sent + matcher.flush(), stop) == (text, None)
+
+
 def test_without_stop_strings_text_passes() -> None:
     assert run([], ["a", "b"]) == (["a", "b", ""], None)
