@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from gateway.errors import OverloadedError, UnavailableError
+from gateway.errors import InvalidRequestError, OverloadedError, UnavailableError
 from gateway.session import SchedulerSession
 
 
@@ -22,6 +22,20 @@ class Admission:
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self.is_draining = False
+
+    def check_size(self, num_seqs: int, param: str) -> None:
+        """Raise InvalidRequestError, naming `param`, when a request has more sequences than an idle cell lets in.
+
+        It is no matter of trying again later. Raises UnavailableError before a worker has registered.
+        """
+        cell = self._session.require_cell()
+        most = cell.max_queued_requests + cell.max_num_seqs
+        if num_seqs > most:
+            raise InvalidRequestError(
+                f"`{param}`: the request asks for {num_seqs} sequences, more than the {most} that this server takes "
+                "of a client at once.",
+                param,
+            )
 
     @contextmanager
     def preparing(self, num_prompts: int, tenant: str) -> Iterator[None]:

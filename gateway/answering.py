@@ -87,6 +87,7 @@ async def respond(
     `make_shape` gets the prompts' token ids, which are valid by then. Raises ApiError, and nothing is submitted then.
     """
     gateway.check_model(request.model)
+    gateway.admission.check_size(source.num_prompts * request.n, "n" if request.n > 1 else source.param)
     with gateway.admission.preparing(source.num_prompts, tenant):
         prompts = await source.tokenize()
         limits = gateway.limits

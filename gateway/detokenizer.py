@@ -20,18 +20,29 @@ _MAX_HELD_CHARS = 3
 # Tokens that then stay: three signs stand for up to nine bytes, and a decoder that begins in the middle of a character
 # is in step again after three.
 _NUM_KEPT_TOKENS = 12
+# Of a prompt that is continued: one is enough, unless the last ones are parts of a character.
+_NUM_PROMPT_TOKENS = 5
 
 
 class Detokenizer:
     """Decodes one sequence. All texts that `push` and `flush` return, joined, are the sequence's text."""
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], silent_ids: Container[int]) -> None:
-        """Take the decoder of a list of tokens, and the ids that have no text (skipped special tokens, gaps)."""
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], silent_ids: Container[int], continued_ids: Sequence[int] = ()
+    ) -> None:
+        """Take the decoder of a list of tokens, and the ids that have no text (skipped special tokens, gaps).
+
+        Where the sequence continues a text, that text's tokens are its first context; else it begins one.
+        """
         self._decode = decode
         self._silent_ids = silent_ids
-        self._window: list[int] = []
-        self._num_context_tokens = 0
-        self._num_sent_chars = 0  # of the window's text
+        context = [token_id for token_id in continued_ids[-_NUM_PROMPT_TOKENS:] if token_id not in silent_ids]
+        text = decode(context) if context else ""
+        if text.endswith(_REPLACEMENT):  # it may end within a character
+            context, text = [], ""
+        self._window = context
+        self._num_context_tokens = len(context)
+        self._num_sent_chars = len(text)  # of the window's text
 
     def push(self, token_id: int) -> str:
         """Append a token; return the text that is complete now, often of this token alone, sometimes none."""

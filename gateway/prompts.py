@@ -73,11 +73,11 @@ class Prompts:
         add_generation_prompt: bool,
         variables: dict[str, Any],
         limits: Limits,
-        add_special_tokens: bool = False,
+        add_special_tokens: bool,
     ) -> list[int]:
         """Return the token ids of a conversation. Raises InvalidRequestError.
 
-        The template writes special tokens itself, so the tokenizer adds none unless it is told to.
+        The template writes special tokens itself; the tokenizer adds others where it is told to.
         """
         if self._template is None:
             raise InvalidRequestError("This model has no chat template: use /v1/completions.", "messages")
@@ -86,17 +86,23 @@ class Prompts:
             text = self._template.render(plain, add_generation_prompt, variables)
         else:
             text = await asyncio.to_thread(self._template.render, plain, add_generation_prompt, variables)
-        limits.check_text(text, self.tokenizer, "messages")
-        return await self.tokenizer.encode(text, add_special_tokens, "messages")
+        return await self._of_text(text, add_special_tokens, limits, "messages")
 
     async def of_completion(self, prompt: Prompt, add_special_tokens: bool, limits: Limits) -> list[int]:
         """Return the token ids of a completion's prompt, given as text or as ids. Raises InvalidRequestError."""
         if isinstance(prompt, str):
-            limits.check_text(prompt, self.tokenizer, "prompt")
-            return await self.tokenizer.encode(prompt, add_special_tokens, "prompt")
+            return await self._of_text(prompt, add_special_tokens, limits, "prompt")
         limits.room_tokens(len(prompt), "prompt")  # before a look at each of millions of ids
         check_token_ids(prompt, limits.vocab_size, "prompt")
         return prompt
+
+    async def _of_text(self, text: str, add_special_tokens: bool, limits: Limits, param: str) -> list[int]:
+        limits.check_text(text, self.tokenizer, param)
+        token_ids = await self.tokenizer.encode(text, add_special_tokens, param)
+        # A tokenizer may know more tokens than the model: a padding token that was added to it, say.
+        if max(token_ids, default=0) >= limits.vocab_size:
+            check_token_ids(token_ids, limits.vocab_size, param)
+        return token_ids
 
 
 def _plain_message(message: ChatMessage, idx: int) -> dict[str, Any]:

@@ -69,8 +69,9 @@ class Reply:
             generation = self._session.submit(submit, self._inbox, deadline_s)
             self._first_choice_idx[generation] = len(self.choices)
             self._num_prompt_tokens += len(submit.token_ids)
+            continued_ids = submit.token_ids if self.request.continues_prompt else ()
             for _ in range(submit.n):
-                detokenizer = Detokenizer(self._tokenizer.decode, self._silent_ids)
+                detokenizer = Detokenizer(self._tokenizer.decode, self._silent_ids, continued_ids)
                 self.choices.append(Choice(len(self.choices), detokenizer, self._rules))
         self._metrics.submitted(self._num_prompt_tokens)
         self._admission.open()

@@ -21,6 +21,8 @@ MAX_MESSAGES = 65_536
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 4096
+MAX_STOP_TOKENS = 1024
+MAX_BIASES = 1024
 # A logit divided by a smaller penalty may be infinite in float32; a smaller share of the probability than this is the
 # likeliest token alone.
 MIN_REPETITION_PENALTY = 0.01
@@ -49,6 +51,7 @@ _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "chat_template": (),
     "continue_final_message": (),
     "documents": (),
+    "echo": (),
     "function_call": ("none", "auto"),
     "functions": (),
     "guided_choice": (),
@@ -81,6 +84,8 @@ def _token_biases(value: object) -> object:
     """Turn the keys of a JSON object, which are strings, into token ids."""
     if not isinstance(value, dict):
         return value
+    if len(value) > MAX_BIASES:  # before each is looked at: a dict is not checked up to its first mistake only
+        raise ValueError(f"{len(value)} entries are more than the {MAX_BIASES} that a request may have")
     try:
         return {int(key): bias for key, bias in value.items()}
     except ValueError:
@@ -145,14 +150,14 @@ class GenerateRequest(_Body):
     seed: int | None = Field(None, ge=_INT64_MIN, le=_UINT64_MAX)
     max_tokens: int | None = Field(None, ge=1)
     min_tokens: int = Field(0, ge=0)
-    stop: Annotated[list[StopString], BeforeValidator(_as_list)] = Field([], max_length=MAX_STOP_STRINGS)
-    stop_token_ids: list[TokenId] = Field([], max_length=1024)
+    stop: Annotated[
+        list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True), BeforeValidator(_as_list)
+    ] = []
+    stop_token_ids: list[TokenId] = Field([], max_length=MAX_STOP_TOKENS, fail_fast=True)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
-    logit_bias: Annotated[dict[TokenId, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_token_biases)] = (
-        Field({}, max_length=1024)
-    )
+    logit_bias: Annotated[dict[TokenId, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_token_biases)] = {}
     stream: bool = False
     stream_options: StreamOptions | None = None
     priority: int = Field(0, ge=_INT32_MIN, le=_INT32_MAX)
@@ -176,6 +181,11 @@ class GenerateRequest(_Body):
     def num_logprobs(self) -> int | None:
         """Alternatives that the client wants for each token; 0: the chosen token alone; None: no log probabilities."""
         raise NotImplementedError
+
+    @property
+    def continues_prompt(self) -> bool:
+        """Whether the answer is the rest of the prompt's text, rather than a text of its own."""
+        return False
 
     @model_validator(mode="after")
     def _check_together(self) -> "GenerateRequest":
@@ -216,6 +226,7 @@ class ChatMessage(BaseModel):
 class _ChatPrompt(_Body):
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     add_generation_prompt: bool = True
+    add_special_tokens: bool = False  # the template writes them
     chat_template_kwargs: dict[str, Any] = {}
 
 
@@ -256,6 +267,11 @@ class CompletionRequest(GenerateRequest):
         """Alternatives for each token."""
         return self.logprobs
 
+    @property
+    def continues_prompt(self) -> bool:
+        """Whether the answer is the rest of the prompt's text: it is."""
+        return True
+
     @model_validator(mode="after")
     def _check_echo(self) -> "CompletionRequest":
         if self.echo and self.logprobs is not None:
@@ -274,7 +290,6 @@ class TokenizeRequest(_Body):
 class TokenizeChatRequest(_ChatPrompt):
     """`POST /tokenize` of a conversation."""
 
-    add_special_tokens: bool = False
     return_token_strs: bool = False
 
 

@@ -22,9 +22,15 @@ def chat_router(gateway: Gateway) -> APIRouter:
         tenant = gateway.tenants.of(request.headers, body.user)
 
         async def tokenize() -> list[list[int]]:
-            variables = body.chat_template_kwargs
-            of_chat = gateway.prompts.of_chat
-            return [await of_chat(body.messages, body.add_generation_prompt, variables, gateway.limits)]
+            return [
+                await gateway.prompts.of_chat(
+                    body.messages,
+                    body.add_generation_prompt,
+                    body.chat_template_kwargs,
+                    gateway.limits,
+                    body.add_special_tokens,
+                )
+            ]
 
         reply_id = new_reply_id("chatcmpl")
 

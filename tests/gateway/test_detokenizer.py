@@ -2,7 +2,7 @@ import functools
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
@@ -83,6 +83,37 @@ def test_special_tokens_are_skipped(words: list[str]) -> None:
     token_ids = make_byte_level_tokenizer().encode("".join(words)).ids
     expected = "".join(word for word in words if not word.startswith("<|"))
     assert "".join(pieces_of(byte_level(), token_ids, skip_special_tokens=True)) == expected
+
+
+@unhurried
+@given(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=20), st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=20))
+def test_continued_text_goes_on_where_it_ended(continued_ids: list[int], token_ids: list[int]) -> None:
+    tokenizer = byte_level()
+    before = tokenizer.decode(continued_ids)
+    assume(not before.endswith(REPLACEMENT))
+    detokenizer = Detokenizer(tokenizer.decode, tokenizer.silent_ids(False), continued_ids)
+    pieces = [*(detokenizer.push(token_id) for token_id in token_ids), detokenizer.flush()]
+    assert before + "".join(pieces) == tokenizer.decode(continued_ids + token_ids)
+
+
+def test_first_blank_is_kept_where_a_text_is_continued() -> None:
+    tokenizer = byte_fallback()
+    ids = {tokenizer.token_string(token_id): token_id for token_id in range(9 + 256)}
+    silent_ids = tokenizer.silent_ids(False)
+    assert Detokenizer(tokenizer.decode, silent_ids).push(ids["▁fox"]) == "fox"
+    for continued in (["▁the"], ["▁the", "▁"], ["▁", "quick", "a", "b", ".", "▁the"]):
+        detokenizer = Detokenizer(tokenizer.decode, silent_ids, [ids[token] for token in continued])
+        assert detokenizer.push(ids["▁fox"]) == " fox"
+
+
+def test_text_that_ends_within_a_character_is_not_continued() -> None:
+    *broken, last = make_byte_level_tokenizer().encode("你").ids
+    detokenizer = Detokenizer(byte_level().decode, byte_level().silent_ids(False), broken)
+    assert [detokenizer.push(last), *map(detokenizer.push, byte_level_ids("a你"))][-3:] == ["", "", "你"]
+
+
+def byte_level_ids(text: str) -> list[int]:
+    return list(make_byte_level_tokenizer().encode(text).ids)
 
 
 def test_character_is_sent_with_its_last_byte() -> None:

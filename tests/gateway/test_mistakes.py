@@ -78,6 +78,8 @@ async def post(cell: Cell, path: str, content: bytes) -> tuple[int, dict[str, An
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"1": 101}}, "logit_bias[1]"),
         ({"logit_bias": [1]}, "logit_bias"),
+        ({"logit_bias": {str(token_id): 1 for token_id in range(1025)}}, "logit_bias"),
+        ({"echo": True}, "echo"),
         ({"logprobs": 5}, "logprobs"),
         ({"top_logprobs": 5}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
@@ -144,6 +146,8 @@ async def test_mistake_in_a_chat_completion_names_its_parameter(cell: Cell, fiel
         ({"prompt": [[5], [5, 2**32]], "echo": True}, "prompt"),
         ({"prompt": [2**70], "echo": True}, "prompt"),
         ({"prompt": ["a"] * 129}, "prompt"),
+        ({"prompt": ["a"] * 25}, "prompt"),  # 16 may wait, and 8 run
+        ({"prompt": ["a"] * 13, "n": 2}, "n"),
         ({"prompt": [5] * MAX_MODEL_LEN}, "prompt"),
         ({"logprobs": True}, "logprobs"),
         ({"logprobs": 21}, "logprobs"),
@@ -210,12 +214,35 @@ async def test_body_that_is_too_long_is_refused(cell: Cell, monkeypatch: pytest.
     assert "longer than 1000 bytes" in error["message"]
 
 
+async def test_text_with_a_token_that_the_model_lacks_is_refused(model_folder: Path) -> None:
+    scheduler = FakeScheduler()
+    async with running_cell(model_folder, scheduler) as cell:
+        (unknown_id,) = cell.ids("日本")
+    scheduler.cell.model.vocab_size = unknown_id
+    async with running_cell(model_folder, scheduler) as cell:
+        for path, fields in (
+            ("/v1/completions", {"prompt": "go to 日本"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "go to 日本"}]}),
+        ):
+            status, error = await post(cell, path, json.dumps(fields).encode())
+            assert (status, error["param"]) == (400, next(iter(fields)))
+            assert f"token id {unknown_id}" in error["message"]
+
+
 @pytest.mark.parametrize(
-    "messages", [[{}] * 1000, [{"role": "user", "content": [1] * 1000}]], ids=["messages", "content parts"]
+    "fields",
+    [
+        {"messages": [{}] * 1000},
+        {"messages": [{"role": "user", "content": [1] * 1000}]},
+        {"messages": USER, "stop": [1] * 1000},
+        {"messages": USER, "stop_token_ids": ["x"] * 1000},
+        {"messages": USER, "logit_bias": {str(token_id): "x" for token_id in range(2000)}},
+    ],
+    ids=["messages", "content parts", "stop strings", "stop tokens", "biases"],
 )
-async def test_check_ends_at_the_first_of_many_mistakes(messages: list[object]) -> None:
+async def test_check_ends_at_the_first_of_many_mistakes(fields: dict[str, object]) -> None:
     with pytest.raises(ValidationError) as caught:
-        ChatCompletionRequest.model_validate({"messages": messages})
+        ChatCompletionRequest.model_validate(fields)
     assert caught.value.error_count() <= 2  # a union tells one for each of its members
 
 
