@@ -87,7 +87,7 @@ class ModelConfig:
         """
         family = family_of(config)
         _refuse_unsupported(config, family)
-        hidden_size = _positive(config, "hidden_size")
+        vocab_size, hidden_size = _positive(config, "vocab_size"), _positive(config, "hidden_size")
         num_heads = _positive(config, "num_attention_heads")
         num_kv_heads = _positive(config, "num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
@@ -99,7 +99,7 @@ class ModelConfig:
             raise UnsupportedModelError(f"unsupported config field head_dim: {head_size} is odd")
         return cls(
             family=family,
-            vocab_size=_positive(config, "vocab_size"),
+            vocab_size=vocab_size,
             hidden_size=hidden_size,
             intermediate_size=_positive(config, "intermediate_size"),
             num_layers=_positive(config, "num_hidden_layers"),
@@ -111,7 +111,7 @@ class ModelConfig:
             max_position_embeddings=_positive(config, "max_position_embeddings"),
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             sliding_window=family.window(config),
-            eos_token_ids=_read_eos(generation_config or {}) or _read_eos(config),
+            eos_token_ids=_read_eos(generation_config or {}, vocab_size) or _read_eos(config, vocab_size),
         )
 
 
@@ -169,9 +169,9 @@ def _read_rope(config: HFConfig) -> RopeConfig:
     raise UnsupportedModelError(f"unsupported rope scaling {kind!r}: Quire computes default, linear and llama3")
 
 
-def _read_eos(config: HFConfig) -> tuple[int, ...]:
-    """Return `eos_token_id`, which is one id, a list of ids, null or absent."""
+def _read_eos(config: HFConfig, vocab_size: int) -> tuple[int, ...]:
+    """Return `eos_token_id`, which is one id, a list of ids, null or absent, without ids that the model never gives."""
     ids = config.get("eos_token_id")
     if ids is None:
         return ()
-    return tuple(ids) if isinstance(ids, list) else (int(ids),)
+    return tuple(int(token_id) for token_id in (ids if isinstance(ids, list) else [ids]) if 0 <= token_id < vocab_size)

@@ -82,6 +82,11 @@ def test_generation_config_names_the_end_of_sequence_tokens_first() -> None:
     assert ModelConfig.from_hf(make_hf_config(), {"temperature": 0.6}).eos_token_ids == (2,)
 
 
+def test_end_of_sequence_tokens_that_the_model_never_gives_are_left_out() -> None:
+    assert ModelConfig.from_hf(make_hf_config(), {"eos_token_id": [7, 49152, -1]}).eos_token_ids == (7,)
+    assert ModelConfig.from_hf(make_hf_config(), {"eos_token_id": 49152}).eos_token_ids == (2,)
+
+
 @pytest.mark.parametrize("spelling", [{"rope_type": "linear"}, {"type": "linear"}])
 def test_linear_rope_scaling_in_both_spellings(spelling: dict[str, str]) -> None:
     config = ModelConfig.from_hf(make_hf_config(rope_scaling={**spelling, "factor": 2.0}))
