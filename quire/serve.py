@@ -112,11 +112,11 @@ def served_name(model: str) -> str:
     return path.stem if path.is_file() else path.resolve().name
 
 
-async def is_ready(url_host: str, port: int) -> bool:
+async def is_ready(address: str, port: int) -> bool:
     """Return whether the gateway answers GET /ready with status 200."""
     with contextlib.suppress(OSError, TimeoutError):
         async with asyncio.timeout(READY_TIMEOUT_S):
-            reader, writer = await asyncio.open_connection(url_host.strip("[]"), port)
+            reader, writer = await asyncio.open_connection(address, port)
             with contextlib.closing(writer):
                 writer.write(b"GET /ready HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
                 status_line = await reader.readline()
@@ -124,12 +124,20 @@ async def is_ready(url_host: str, port: int) -> bool:
     return False
 
 
-async def wait_until_ready(url_host: str, port: int) -> None:
+async def wait_until_ready(address: str, port: int) -> None:
     """Return when the gateway says that the cell can serve."""
     while True:
-        if await is_ready(url_host, port):
+        if await is_ready(address, port):
             return
         await asyncio.sleep(READY_POLL_S)
+
+
+def local_address(host: str) -> str:
+    """Return where a server that listens on `host` is reached from this machine.
+
+    Not by the name localhost: another server may have the same port in the other family of addresses.
+    """
+    return {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)
 
 
 def local_name(host: str) -> str:
@@ -187,11 +195,10 @@ class Cell:
         port = int((await gateway.address()).rpartition(":")[2])
         gateway.environ |= {"QUIRE_PORT": str(port)}
 
-        host = local_name(settings.host)
-        await wait_until_ready(host, port)
+        await wait_until_ready(local_address(settings.host), port)
         self._log.cell_is_ready()
         self._supervisor.expect_to_live()
-        print(f"Quire is ready on http://{host}:{port}", flush=True)
+        print(f"Quire is ready on http://{local_name(settings.host)}:{port}", flush=True)
 
     @property
     def _worker_names(self) -> list[str]:

@@ -10,6 +10,7 @@ import pytest
 from openai import AuthenticationError, OpenAI
 
 from bench.cell import ROOT, Cell
+from quire.serve import local_address
 from tests.certificates import Authority
 
 TIMEOUT_S = 120
@@ -39,6 +40,13 @@ def test_port_in_use_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
         assert_one_line(serve("--port", port), 1, port, "already in use")
+
+
+@pytest.mark.parametrize(
+    ("host", "address"), [("127.0.0.1",) * 2, ("0.0.0.0", "127.0.0.1"), ("::", "::1"), ("::1",) * 2, ("10.1.2.3",) * 2]
+)
+def test_own_server_is_asked_by_its_address(host: str, address: str) -> None:
+    assert local_address(host) == address
 
 
 def test_missing_model_folder_is_named(tmp_path: Path) -> None:
