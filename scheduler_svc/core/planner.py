@@ -23,6 +23,9 @@ from scheduler_svc.core.types import TokenRun
 MAX_UNFITTING = 8  # waiting sequences that a plan looks past for one that fits
 MAX_DEFERRED = 32  # likewise, for one whose prefix no other lane has more of
 MAX_LEFT = 64  # likewise, that it leaves to lanes with room that are better for them: these come first
+# Known tokens of the rows that join in a step, past which nobody else does: the worker is told all of them, in one
+# message of at most protos.channel.MAX_MESSAGE_BYTES, and a token takes up to 5 bytes.
+MAX_TOLD_TOKENS = 1 << 22
 
 
 class StepPlanner:
@@ -36,6 +39,7 @@ class StepPlanner:
         self._lane = lane
         self._now_ms = now_ms
         self._num_left = 0  # sequences that this plan left to other lanes
+        self._num_told_tokens = 0  # of rows that join
 
     def plan(self) -> None:
         """Fill `draft`."""
@@ -65,8 +69,10 @@ class StepPlanner:
         lane = self._lane
         if not lane.num_rows:
             lane.is_batch_open, lane.num_joined = True, 0
-        if lane.is_batch_open or lane.prefilling:
+        if lane.is_batch_open:
             self._plan_prefills()
+        else:
+            self._plan_chunks(sorted(lane.prefilling.values(), key=prompt_order))
         is_filling = bool(self.draft.rows or lane.prefilling)
         is_full = lane.num_joined >= lane.max_num_seqs
         lane.is_batch_open = lane.is_batch_open and not is_full and (is_filling or bool(lane.in_flight))
@@ -161,11 +167,15 @@ class StepPlanner:
         rows = sorted(self._lane.prefilling.values(), key=prompt_order)
         if rows and queue and queue.num_tenants > 1 and not self.draft.preempted:
             self._admit(before=rows[0].job.tenant)
+        self._plan_chunks(rows)
+        if queue and not self.draft.preempted:
+            self._admit()
+
+    def _plan_chunks(self, rows: Sequence[Seq]) -> None:
+        """Spend the budget on rows whose prompt is half computed, in this order."""
         for seq in rows:
             if self.draft.budget_tokens and seq.seq_id in self._lane.prefilling:  # else it was preempted meanwhile
                 self._plan_prefill(seq)
-        if queue and not self.draft.preempted:
-            self._admit()
 
     def _plan_prefill(self, seq: Seq) -> None:
         """Schedule a row's next chunk, preempting the newest rows if there is not room for one token of it."""
@@ -204,8 +214,9 @@ class StepPlanner:
         lane, job, queue = self._lane, parent.job, self._state.queue
         for child in job.unforked:
             has_row = lane.num_free_rows and not queue.is_at_running_limit(job.tenant, 1)
-            if has_row and lane.kv.can_fork(parent, child):
+            if has_row and self._num_told_tokens < MAX_TOLD_TOKENS and lane.kv.can_fork(parent, child):
                 lane.fork(parent, child)
+                self._num_told_tokens += len(child.token_ids)
                 spare(child, child.num_prompt_tokens)
                 job.tenant.num_running_seqs += 1
             else:
@@ -256,7 +267,7 @@ class StepPlanner:
         """Bind sequences whose prefix is held elsewhere where others left room, and limits allow it still."""
         kv, router = self._lane.kv, self._state.router
         for seq in deferred:
-            if not self.draft.budget_tokens or self._is_barred(seq):
+            if not self.draft.budget_tokens or self._num_told_tokens >= MAX_TOLD_TOKENS or self._is_barred(seq):
                 continue
             hits = kv.cached_prefix(seq)
             is_taken = not kv.awaits_prefix(seq, len(hits)) and self._has_room(seq, hits)
@@ -283,7 +294,12 @@ class StepPlanner:
         Not those that another lane can serve alone, or one that will come, nor those known to be better off elsewhere.
         """
         lane, router = self._lane, self._state.router
-        while lane.num_free_rows and self.draft.budget_tokens and self._num_left < MAX_LEFT:
+        while (
+            lane.num_free_rows
+            and self.draft.budget_tokens
+            and self._num_left < MAX_LEFT
+            and self._num_told_tokens < MAX_TOLD_TOKENS
+        ):
             seq = next(in_turn, None)
             if seq is None or (before is not None and not goes_before(seq.job.tenant, before)):
                 return
@@ -309,6 +325,7 @@ class StepPlanner:
         if seq.worker_lane_id is not None and seq.worker_lane_id != lane.lane_id:
             state.lanes[seq.worker_lane_id].forget_row(seq)
         lane.begin(seq, hits)
+        self._num_told_tokens += len(seq.token_ids)
         spare(seq, seq.num_computed_tokens)
         if seq.job.num_cached_tokens is None:
             seq.job.num_cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)

@@ -1,5 +1,8 @@
 """What a step carries: chunks, decodes, what is left out, places given up; static batches."""
 
+import pytest
+
+from scheduler_svc.core import planner
 from scheduler_svc.core.policy import SchedulingPolicy
 from scheduler_svc.core.types import FinishReason, LaneId, SampledRows, SeqId, StepId, StepResult
 from tests.scheduler.core.helpers import entries, expected_of, make_cell, make_request, make_spec, plan
@@ -87,6 +90,24 @@ def test_places_given_up_wait_for_the_steps_in_flight() -> None:
     assert plan(cell).finished_seq_ids  # a step without rows tells the worker
 
 
+def test_step_tells_a_worker_so_many_tokens_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "MAX_TOLD_TOKENS", 40)
+    cell = make_cell(make_spec(256, max_num_seqs=32, budget=1000))
+    cell.submit(make_request("first", range(20), max_tokens=1))
+    cell.run_to_end()
+    for number in range(4):
+        cell.submit(make_request(f"r{number}", [*range(20), 100 + number], n=3, max_tokens=9))
+    most = 0
+    while cell.scheduler.request_ids():
+        step = cell.plan()
+        if step is not None:
+            most = max(most, sum(len(row.token_ids) for row in step.new_rows))
+        cell.apply()
+    # Those that join, and those that are forked off their prompts a step later: each kind goes on until past the bound.
+    assert 21 < most <= 2 * (40 + 22)
+    cell.check_texts()
+
+
 def test_static_batch_takes_what_comes_while_its_prompts_are_computed() -> None:
     cell = make_cell(policy=SchedulingPolicy.STATIC)
     cell.submit(make_request("first", range(10), max_tokens=9))
@@ -109,6 +130,20 @@ def test_static_batch_is_not_kept_open_by_one_short_request_after_the_other() ->
         if number:
             cell.apply()
     assert cell.clients["long", 0].end  # type: ignore[index]
+    cell.run_to_end()
+    cell.check_texts()
+
+
+def test_full_static_batch_takes_nobody_in_while_a_prompt_is_half_computed() -> None:
+    cell = make_cell(make_spec(max_num_seqs=3, budget=10), policy=SchedulingPolicy.STATIC)
+    cell.submit(make_request("long", range(27), max_tokens=9))
+    for number in range(8):
+        cell.submit(make_request(f"short {number}", [number] * 27, max_tokens=1))
+    cell.plan()
+    while not cell.clients["long", 0].end:  # type: ignore[index]
+        cell.plan()
+        cell.apply()
+    assert [number for number in range(8) if cell.output(f"short {number}")] == [0, 1]
     cell.run_to_end()
     cell.check_texts()
 
