@@ -32,14 +32,19 @@ class PressureLadder:
     num_starved: int = 0  # times that a row found no room since `relieve`
     _is_exhausted: bool = False  # room was short, and no block could be narrowed
     _next_block_idx: dict[Seq, int] = field(default_factory=dict)  # all before it are as narrow as pressure makes them
+    _held_wide_from: dict[Seq, int] = field(default_factory=dict)  # but those that others want wider, from here on
 
     def add(self, seq: Seq) -> None:
         """Begin with a row."""
         self._next_block_idx[seq] = 1
 
     def remove(self, seq: Seq) -> None:
-        """Forget a row."""
+        """Forget a row. What it may have held wide is looked at again."""
         del self._next_block_idx[seq]
+        self._held_wide_from.pop(seq, None)
+        for other, block_idx in self._held_wide_from.items():
+            self._next_block_idx[other] = min(block_idx, self._next_block_idx[other])
+        self._held_wide_from.clear()
 
     def relieve(self, num_promised_blocks: int, counters: Counters) -> None:
         """Make room where it is short. Blocks change places by operations of the step being planned.
@@ -97,6 +102,8 @@ class PressureLadder:
                     heappop(oldest)  # the next step may go on with it
                     continue
                 num_left -= 1
+            elif fmt < self._own_format(seq, block):
+                self._held_wide_from.setdefault(seq, block.block_idx)
             self._next_block_idx[seq] += 1
             following = self._next_of(seq)
             if following is None:
@@ -111,10 +118,11 @@ class PressureLadder:
 
     def _pressed_format(self, block: Block) -> Format:
         """Return the narrowest format that all that hold the block let pressure put it in."""
-        return min(
-            seq.precision.pressed_format_of(block.block_idx, seq.num_computed_tokens // self.block_size)
-            for seq in self.relocator.holders[block]
-        )
+        return min(self._own_format(seq, block) for seq in self.relocator.holders[block])
+
+    def _own_format(self, seq: Seq, block: Block) -> Format:
+        """Return the narrowest format that `seq` lets pressure put the block in."""
+        return seq.precision.pressed_format_of(block.block_idx, seq.num_computed_tokens // self.block_size)
 
     def _move(self, num_wanted: int) -> None:
         """Move blocks out of as many slabs as are short, and out of those that were not empty a step ago."""

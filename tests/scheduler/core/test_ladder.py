@@ -74,6 +74,19 @@ def test_a_request_keeps_its_floor_under_pressure() -> None:
     assert all(sum(INT4 in formats for formats in rows) <= 1 for rows in seen)
 
 
+def test_blocks_that_another_request_kept_wide_are_narrowed_once_it_has_ended() -> None:
+    cell = make_pressed_cell("native", "int4", num_slabs=20, budget=64)
+    prefix = range(40)
+    cell.submit(make_request("first", prefix, max_tokens=1))
+    cell.run_to_end()
+    cell.submit(make_request("strict", [*prefix, 50], max_tokens=60, floor=NATIVE))
+    cell.submit(make_request("free", [*prefix, 60], max_tokens=300))
+    seen = run_and_watch(cell)
+    assert any(len(rows) == 2 and INT4 in formats and formats[1] is NATIVE for rows in seen for formats in rows)
+    assert cell.end("free").finish_reason is FinishReason.LENGTH
+    assert cell.scheduler.counters.preemptions == 0
+
+
 def test_when_all_is_at_the_floor_the_newest_row_is_preempted() -> None:
     cell = make_pressed_cell("native:1,int8", None, num_slabs=16)
     for number in range(6):
