@@ -114,7 +114,8 @@ def _beam_search(request: GenerateRequest) -> scheduler_pb2.BeamSearch | None:
 def _submit(
     request: GenerateRequest, tenant: str, request_id: str, token_ids: list[int], limits: Limits, param: str
 ) -> scheduler_pb2.Submit:
-    room_tokens = limits.room_tokens(len(token_ids), param)
+    floor = _precision_floor(request.kv_precision_floor)
+    room_tokens = limits.room_tokens(len(token_ids), param, floor)
     submit = scheduler_pb2.Submit(
         request_id=request_id,
         token_ids=token_ids,
@@ -123,7 +124,7 @@ def _submit(
         tenant=tenant,
         priority=request.priority,
         cache_salt=request.cache_salt,
-        kv_precision_floor=_precision_floor(request.kv_precision_floor),
+        kv_precision_floor=floor,
         beam_search=_beam_search(request),
     )
     if (num_bytes := submit.ByteSize()) > MAX_SUBMIT_BYTES:

@@ -1,7 +1,7 @@
 """From what a client sends to a prompt's token ids: chat template, tokenizer, and the limits of model and cell."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +23,14 @@ class Limits:
     vocab_size: int
     max_model_len: int
     kv_capacity_tokens: int  # of the largest worker's KV pool
+    kv_capacity_tokens_by_floor: Mapping[int, int]  # likewise, of a request with this kv_precision_floor
 
     @classmethod
     def from_wire(cls, cell: scheduler_pb2.GetModelResponse) -> "Limits":
         """Return the limits that a cell states."""
-        return cls(cell.model.vocab_size, cell.model.max_model_len, cell.kv_capacity_tokens)
+        return cls(
+            cell.model.vocab_size, cell.model.max_model_len, cell.kv_capacity_tokens, cell.kv_capacity_tokens_by_floor
+        )
 
     def check_text(self, text: str, tokenizer: ModelTokenizer, param: str) -> None:
         """Raise ContextLengthError for a text so long that tokenizing it, which may take seconds, is in vain."""
@@ -39,8 +42,12 @@ class Limits:
                 param,
             )
 
-    def room_tokens(self, num_prompt_tokens: int, param: str) -> int:
-        """Return how many output tokens fit behind a prompt, at least 1. Raises InvalidRequestError."""
+    def room_tokens(self, num_prompt_tokens: int, param: str, floor: int | None = None) -> int:
+        """Return how many output tokens fit behind a prompt, at least 1. Raises InvalidRequestError.
+
+        `floor` is the request's kv_precision_floor. A prompt that is too long for that alone is the scheduler's to
+        refuse.
+        """
         if num_prompt_tokens == 0:
             raise InvalidRequestError(
                 f"`{param}`: the prompt is empty: it has 0 tokens, and must have at least 1.", param
@@ -57,7 +64,10 @@ class Limits:
                 f"{num_prompt_tokens} tokens: no room is left for an answer.",
                 param,
             )
-        return min(self.max_model_len, self.kv_capacity_tokens) - num_prompt_tokens
+        capacity_tokens = self.kv_capacity_tokens
+        if floor is not None:
+            capacity_tokens = self.kv_capacity_tokens_by_floor.get(floor, capacity_tokens)
+        return max(1, min(self.max_model_len, capacity_tokens) - num_prompt_tokens)
 
 
 class Prompts:

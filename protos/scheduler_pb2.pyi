@@ -543,9 +543,30 @@ Global___GetModelRequest: _TypeAlias = GetModelRequest  # noqa: Y015
 class GetModelResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class KvCapacityTokensByFloorEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     MODEL_FIELD_NUMBER: _builtins.int
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
     KV_CAPACITY_TOKENS_FIELD_NUMBER: _builtins.int
+    KV_CAPACITY_TOKENS_BY_FLOOR_FIELD_NUMBER: _builtins.int
     MAX_QUEUED_REQUESTS_FIELD_NUMBER: _builtins.int
     max_num_seqs: _builtins.int
     """of the whole cell"""
@@ -557,17 +578,22 @@ class GetModelResponse(_message.Message):
     def model(self) -> _common_pb2.ModelInfo:
         """absent until a worker has registered"""
 
+    @_builtins.property
+    def kv_capacity_tokens_by_floor(self) -> _containers.ScalarMap[_builtins.int, _builtins.int]:
+        """KvFormat: likewise, of a request with this kv_precision_floor"""
+
     def __init__(
         self,
         *,
         model: _common_pb2.ModelInfo | None = ...,
         max_num_seqs: _builtins.int = ...,
         kv_capacity_tokens: _builtins.int = ...,
+        kv_capacity_tokens_by_floor: _abc.Mapping[_builtins.int, _builtins.int] | None = ...,
         max_queued_requests: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_capacity_tokens", b"kv_capacity_tokens", "max_num_seqs", b"max_num_seqs", "max_queued_requests", b"max_queued_requests", "model", b"model"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_capacity_tokens", b"kv_capacity_tokens", "kv_capacity_tokens_by_floor", b"kv_capacity_tokens_by_floor", "max_num_seqs", b"max_num_seqs", "max_queued_requests", b"max_queued_requests", "model", b"model"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

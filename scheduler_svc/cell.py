@@ -70,11 +70,6 @@ class Cell:
         self._awaited: set[LaneId] = set()  # nothing is bound before these are live, or the time is up
         self._awaited_until_ms = 0
 
-    @property
-    def num_lanes(self) -> int:
-        """Live lanes."""
-        return len(self._wake_by_lane)
-
     def loads(self) -> dict[LaneId, int]:
         """Return the live lanes and the sequences that run on each."""
         return {lane_id: self.core.num_rows(lane_id) for lane_id in self._wake_by_lane}

@@ -6,7 +6,7 @@ Register ──▶ fits the cell? ──▶ Health at its address says the same?
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import grpc.aio
@@ -19,7 +19,7 @@ from scheduler_svc.cell import Cell
 from scheduler_svc.core.arena import MAX_SLABS, PLACES_PER_SLAB
 from scheduler_svc.core.mixed_kv import stays_native
 from scheduler_svc.core.precision import NATIVE_DTYPES, PrecisionError
-from scheduler_svc.core.types import LaneId
+from scheduler_svc.core.types import Format, LaneId
 from scheduler_svc.errors import RegistrationRefusedError, StaleRegistrationError, WorkerUnreachableError
 from scheduler_svc.lane_driver import LaneDriver, LaneFencedError, LaneIdentity, LaneLostError, WorkerLink
 from scheduler_svc.timing import Clock, Timing
@@ -59,7 +59,8 @@ class Registry:
         refusals: Refusals,
         on_model: Callable[[], None],
     ) -> None:
-        self.kv_capacity_tokens = 0  # of the largest lane that was ever here, by which the core refuses prompts too
+        # Of the largest lane that was ever here, by a request's floor: by these the core refuses prompts too.
+        self.kv_capacity_tokens: dict[Format, int] = {}
         self._cell = cell
         self._timing = timing
         self._clock = clock
@@ -75,7 +76,7 @@ class Registry:
         self._last_complaint = ""
 
     @property
-    def lanes(self) -> Iterable[Lane]:
+    def lanes(self) -> Collection[Lane]:
         """Registered workers, live or on the way to it."""
         return self._lanes.values()
 
@@ -219,7 +220,8 @@ class Registry:
         if previous is not None:
             self._lose(previous, "the worker registered again")
         spec = convert.lane_spec_from_wire(message)
-        self.kv_capacity_tokens = max(self.kv_capacity_tokens, self._cell.core.max_seq_tokens(spec))
+        for floor, num_tokens in self._cell.core.max_seq_tokens(spec).items():
+            self.kv_capacity_tokens[floor] = max(self.kv_capacity_tokens.get(floor, 0), num_tokens)
         if stays_native(spec, self._cell.settings.precision()):
             logger.warning(
                 "lane %s: its KV arena of %d slabs is too small for several formats, all blocks stay native",

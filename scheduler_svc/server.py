@@ -74,6 +74,7 @@ class SchedulerServer:
         )
         self._ticker: asyncio.Task[None] | None = None
         self._drained = asyncio.Event()
+        self._no_workers_since_ms: int | None = None
 
     async def start(self) -> str:
         """Listen; returns HOST:PORT. Raises CannotListenError."""
@@ -156,6 +157,7 @@ class SchedulerServer:
                     logger.warning("this process stalled for %d ms: its timers start anew", now_ms - due_ms)
                     self.hub.restart_timers()
                     self.registry.restart_timers()
+                    self._no_workers_since_ms = None
                 due_ms = now_ms + self._timing.tick_ms
                 self._look()
                 await asyncio.sleep(self._timing.tick_ms / 1000)
@@ -167,7 +169,16 @@ class SchedulerServer:
         self.registry.judge()
         self.cell.expire()
         if self.hub.is_draining:
-            if not self.cell.num_lanes:
+            if self._has_lost_all_workers():
                 self.hub.end_requests(SchedulerError(ErrorCode.UNAVAILABLE, "the server is shutting down"))
             if self.hub.is_idle:
                 self._drained.set()
+
+    def _has_lost_all_workers(self) -> bool:
+        """Return whether there has been no worker for so long that none of those there were will come back."""
+        if self.registry.lanes:
+            self._no_workers_since_ms = None
+            return False
+        if self._no_workers_since_ms is None:
+            self._no_workers_since_ms = self._clock()
+        return self._clock() - self._no_workers_since_ms >= self._timing.silence_ms

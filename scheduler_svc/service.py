@@ -87,10 +87,12 @@ class SchedulerService(SchedulerServicer):
         self, request: scheduler_pb2.GetModelRequest, context: _Context
     ) -> scheduler_pb2.GetModelResponse:
         """Return the cell's model and limits."""
+        capacities = self._registry.kv_capacity_tokens
         return scheduler_pb2.GetModelResponse(
             model=self._cell.model,
             max_num_seqs=sum(lane.max_num_seqs for lane in self._registry.lanes),
-            kv_capacity_tokens=self._registry.kv_capacity_tokens,
+            kv_capacity_tokens=max(capacities.values(), default=0),
+            kv_capacity_tokens_by_floor={int(floor): num_tokens for floor, num_tokens in capacities.items()},
             max_queued_requests=self._cell.settings.max_queued_requests,
         )
 

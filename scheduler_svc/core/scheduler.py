@@ -25,6 +25,7 @@ from scheduler_svc.core.publication import withdraw_evicted
 from scheduler_svc.core.state import SchedulerConfig, State
 from scheduler_svc.core.types import (
     Counters,
+    Format,
     LaneId,
     LaneSpec,
     LaneStats,
@@ -46,12 +47,14 @@ class Scheduler:
 
     # ---- lanes
 
-    def max_seq_tokens(self, spec: LaneSpec) -> int:
-        """Return the tokens of the longest sequence that a worker's whole pool would hold.
+    def max_seq_tokens(self, spec: LaneSpec) -> dict[Format, int]:
+        """Return the tokens of the longest sequence that a worker's whole pool would hold, by a request's floor.
 
         Raises PrecisionError when the worker lacks a format that the precision policy uses: it can have no lane.
         """
-        return max(max_seq_tokens(spec, self._state.config.precision).values())
+        precision = self._state.config.precision
+        limits = max_seq_tokens(spec, precision)
+        return {fmt: limits[precision.limited_to(fmt).floor] for fmt in Format}
 
     def max_rows(self, spec: LaneSpec) -> int:
         """Return how many sequences a worker's lane would run at once."""

@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,11 +9,14 @@ from tests.gateway.fakes import (
     MODEL_NAME,
     VOCAB_SIZE,
     Cell,
+    FakeScheduler,
     answer_with,
     end_token_id,
     make_byte_level_tokenizer,
+    make_cell,
     make_logprobs,
     make_usage,
+    running_cell,
 )
 from tests.gateway.test_chat import events_of
 
@@ -125,6 +129,18 @@ async def test_stop_string_ends_the_text_and_aborts_the_sequence(cell: Cell, str
     num_kept = next(n for n in range(len(token_ids)) if "wn f" in tokenizer.decode(token_ids[:n]))
     assert usage["completion_tokens"] == num_kept < len(token_ids)
     assert usage["prompt_tokens_details"] == {"cached_tokens": 16}
+
+
+@pytest.mark.parametrize(("fields", "room"), [({}, 200), ({"kv_precision_floor": "int8"}, 100), ({"max_tokens": 7}, 7)])
+async def test_room_for_an_answer_is_what_its_floor_leaves(
+    model_folder: Path, fields: dict[str, Any], room: int
+) -> None:
+    scheduler = FakeScheduler()
+    scheduler.cell = make_cell(kv_capacity_tokens=210, kv_capacity_tokens_by_floor={common_pb2.KV_FORMAT_INT8: 110})
+    async with running_cell(model_folder, scheduler) as cell:
+        cell.answer("ok")
+        await cell.complete([5] * 10, **fields)
+    assert scheduler.submits[0].sampling.max_tokens == room
 
 
 async def test_stop_string_is_kept_on_request(cell: Cell) -> None:

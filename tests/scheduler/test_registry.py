@@ -10,6 +10,7 @@ import pytest
 from protos import scheduler_pb2
 from protos.channel import PROTOCOL_VERSION
 from protos.scheduler_pb2_grpc import SchedulerStub
+from scheduler_svc.core.types import Format
 from scheduler_svc.registry import AllLanesFencedError
 
 from .conftest import TIMING, LoopbackCell, until
@@ -120,8 +121,9 @@ async def test_capacity_counts_narrowed_blocks(cell: LoopbackCell) -> None:
     await cell.start(kv_cache_dtype="int8")
     worker = await cell.make_worker()
     await worker.register(cell.address, blocks_per_slab=[16, 31])
-    num_slabs = worker.num_slabs
-    assert num_slabs * 16 * 16 < cell.server.registry.kv_capacity_tokens < num_slabs * 31 * 16
+    num_slabs, capacities = worker.num_slabs, cell.server.registry.kv_capacity_tokens
+    assert capacities[Format.NATIVE] < num_slabs * 16 * 16 < capacities[Format.INT8] < num_slabs * 31 * 16
+    assert capacities[Format.INT4] == capacities[Format.INT8], "narrower than the cell goes"
 
 
 async def test_wrong_token_is_refused(cell: LoopbackCell) -> None:
@@ -206,6 +208,7 @@ async def test_get_model_tells_the_cells_model_and_limits(cell: LoopbackCell) ->
     assert after.model == make_model()
     assert after.max_num_seqs == 4 + 6
     assert after.kv_capacity_tokens == 128 * 16 * 16
+    assert dict(after.kv_capacity_tokens_by_floor) == dict.fromkeys(map(int, Format), 128 * 16 * 16)
     assert after.max_queued_requests == cell.server.cell.settings.max_queued_requests
 
 

@@ -19,7 +19,7 @@ from scheduler_svc.core.types import FairnessPolicy
 from scheduler_svc.server import CannotListenError, SchedulerServer
 from scheduler_svc.settings import SchedulerSettings
 
-from .conftest import LoopbackCell, until
+from .conftest import TIMING, LoopbackCell, until
 from .fake_gateway import FakeGateway
 from .fake_worker import FakeWorker, expected_output
 
@@ -119,6 +119,23 @@ async def test_drain_ends_what_cannot_finish(cell: LoopbackCell) -> None:
     await cell.server.stop()
     await until(lambda: gateway.output("a").has_ended)
     assert gateway.output("a").error.code == common_pb2.ERROR_CODE_UNAVAILABLE
+
+
+async def test_drain_waits_for_a_worker_that_comes_back(cell: LoopbackCell) -> None:
+    await cell.start()
+    worker = await cell.add_worker()
+    gateway = await cell.add_gateway()
+    await gateway.submit("a", PROMPT, max_tokens=100)
+    await until(lambda: len(gateway.output("a").token_ids) > 3)
+    drained = asyncio.create_task(cell.server.drain())
+    await worker.stop()
+    await until(lambda: not cell.server.registry.lanes)
+    await asyncio.sleep(20 * TIMING.tick_ms / 1000)
+    assert not gateway.output("a").has_ended
+    await cell.add_worker()
+    await drained
+    await until(lambda: gateway.output("a").has_ended)
+    assert gateway.output("a").token_ids == expected_output(PROMPT, 100)
 
 
 async def test_drain_does_not_wait_for_workers_that_are_gone(cell: LoopbackCell) -> None:
