@@ -19,6 +19,7 @@ class Admission:
         self._session = session
         self._num_preparing: Counter[str] = Counter()  # by tenant
         self._num_open = 0
+        self._most_rows = 0  # that the cell ever had: workers come back
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self.is_draining = False
@@ -29,7 +30,8 @@ class Admission:
         It is no matter of trying again later. Raises UnavailableError before a worker has registered.
         """
         cell = self._session.require_cell()
-        most = cell.max_queued_requests + cell.max_num_seqs
+        self._most_rows = max(self._most_rows, cell.max_num_seqs)
+        most = cell.max_queued_requests + self._most_rows
         if num_seqs > most:
             raise InvalidRequestError(
                 f"`{param}`: the request asks for {num_seqs} sequences, more than the {most} that this server takes "

@@ -20,8 +20,8 @@ _MAX_HELD_CHARS = 3
 # Tokens that then stay: three signs stand for up to nine bytes, and a decoder that begins in the middle of a character
 # is in step again after three.
 _NUM_KEPT_TOKENS = 12
-# Of a prompt that is continued: one is enough, unless the last ones are parts of a character.
-_NUM_PROMPT_TOKENS = 5
+# Of a text that is continued the last token is enough, unless it is a part of a character.
+_MAX_CONTINUED_TOKENS = 5
 
 
 class Detokenizer:
@@ -36,13 +36,9 @@ class Detokenizer:
         """
         self._decode = decode
         self._silent_ids = silent_ids
-        context = [token_id for token_id in continued_ids[-_NUM_PROMPT_TOKENS:] if token_id not in silent_ids]
-        text = decode(context) if context else ""
-        if text.endswith(_REPLACEMENT):  # it may end within a character
-            context, text = [], ""
-        self._window = context
-        self._num_context_tokens = len(context)
-        self._num_sent_chars = len(text)  # of the window's text
+        self._window = self._last_whole_tokens(continued_ids)
+        self._num_context_tokens = len(self._window)
+        self._num_sent_chars = len(decode(self._window)) if self._window else 0  # of the window's text
 
     def push(self, token_id: int) -> str:
         """Append a token; return the text that is complete now, often of this token alone, sometimes none."""
@@ -64,6 +60,14 @@ class Detokenizer:
     def flush(self) -> str:
         """Return what was held back; nothing may be pushed after it."""
         return self._decode(self._window)[self._num_sent_chars :]
+
+    def _last_whole_tokens(self, token_ids: Sequence[int]) -> list[int]:
+        """Return the last tokens, as few as make whole characters; none where the text may end within one."""
+        tail = [token_id for token_id in token_ids[-_MAX_CONTINUED_TOKENS:] if token_id not in self._silent_ids]
+        for begin in reversed(range(len(tail))):
+            if not self._decode(tail[begin:]).endswith(_REPLACEMENT):
+                return tail[begin:]
+        return []
 
     def _push_incomplete(self, text: str) -> str:
         if len(self._window) - self._num_context_tokens < _MAX_PENDING_TOKENS:

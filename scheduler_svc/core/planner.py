@@ -97,6 +97,10 @@ class StepPlanner:
         for seq in list(lane.beams.values()):
             if seq.seq_id not in lane.beams or seq.num_in_flight_tokens:  # preempted meanwhile, or not re-formed yet
                 continue
+            if seq.worker_lane_id != lane.lane_id:  # it was forked off another beam
+                if self._num_told_tokens >= MAX_TOLD_TOKENS:
+                    continue
+                self._num_told_tokens += len(seq.token_ids)
             growth = self._grow(seq)
             if growth is not None:
                 self.draft.add_row(seq, 1, growth)

@@ -39,12 +39,11 @@ class PressureLadder:
         self._next_block_idx[seq] = 1
 
     def remove(self, seq: Seq) -> None:
-        """Forget a row. What it may have held wide is looked at again."""
+        """Forget a row. What it may have held wider than others allow is looked at again."""
         del self._next_block_idx[seq]
         self._held_wide_from.pop(seq, None)
-        for other, block_idx in self._held_wide_from.items():
-            self._next_block_idx[other] = min(block_idx, self._next_block_idx[other])
-        self._held_wide_from.clear()
+        for other in [other for other in self._held_wide_from if other.precision.floor > seq.precision.floor]:
+            self._next_block_idx[other] = min(self._held_wide_from.pop(other), self._next_block_idx[other])
 
     def relieve(self, num_promised_blocks: int, counters: Counters) -> None:
         """Make room where it is short. Blocks change places by operations of the step being planned.
@@ -102,7 +101,7 @@ class PressureLadder:
                     heappop(oldest)  # the next step may go on with it
                     continue
                 num_left -= 1
-            elif fmt < self._own_format(seq, block):
+            if fmt < self._own_format(seq, block):
                 self._held_wide_from.setdefault(seq, block.block_idx)
             self._next_block_idx[seq] += 1
             following = self._next_of(seq)

@@ -101,7 +101,8 @@ def test_first_blank_is_kept_where_a_text_is_continued() -> None:
     ids = {tokenizer.token_string(token_id): token_id for token_id in range(9 + 256)}
     silent_ids = tokenizer.silent_ids(False)
     assert Detokenizer(tokenizer.decode, silent_ids).push(ids["▁fox"]) == "fox"
-    for continued in (["▁the"], ["▁the", "▁"], ["▁", "quick", "a", "b", ".", "▁the"]):
+    you = ["<0xE4>", "<0xBD>", "<0xA0>"]
+    for continued in (["▁the"], ["▁the", "▁"], ["▁", "quick", "a", "b", ".", "▁the"], you, you * 2, ["é", *you]):
         detokenizer = Detokenizer(tokenizer.decode, silent_ids, [ids[token] for token in continued])
         assert detokenizer.push(ids["▁fox"]) == " fox"
 

@@ -195,6 +195,16 @@ async def test_length_of_a_prompt_of_ids_is_checked_before_the_ids(cell: Cell) -
     assert (status, error["param"], error["code"]) == (400, "prompt", "context_length_exceeded")
 
 
+async def test_bound_of_sequences_does_not_shrink_while_workers_are_away(model_folder: Path) -> None:
+    scheduler = FakeScheduler()
+    async with running_cell(model_folder, scheduler) as cell:
+        cell.answer("ok")
+        assert (await cell.complete(["a"] * 16)).status_code == 200
+        cell.gateway.session.require_cell().max_num_seqs = 0
+        assert (await cell.complete(["a"] * 20)).status_code == 429
+        assert (await cell.complete(["a"] * 25)).status_code == 400
+
+
 async def test_least_penalty_and_top_p_are_accepted(cell: Cell) -> None:
     cell.answer("ok")
     assert (await cell.complete(repetition_penalty=0.01, top_p=1e-6)).status_code == 200

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from scheduler_svc.core import planner
 from scheduler_svc.core.ends import MAX_HOMELESS_MS
 from scheduler_svc.core.losses import MAX_LOSSES
 from scheduler_svc.core.policy import SchedulingPolicy
@@ -258,6 +259,15 @@ def test_beams_do_not_look_ahead_while_others_do() -> None:
     cell.run_to_end()
     check_answers(cell)
     cell.check_texts()
+
+
+def test_beams_of_which_a_step_cannot_tell_all_wait_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "MAX_TOLD_TOKENS", 1)
+    cell = make_cell(make_spec(num_blocks=200, max_num_seqs=16))
+    cell.submit(make_search(n=8, max_tokens=14))
+    while cell.scheduler.request_ids():
+        assert len(step(cell).new_rows) <= 1
+    check_answers(cell)
 
 
 def test_eight_beams_hold_a_long_prompt_once_and_their_tails() -> None:

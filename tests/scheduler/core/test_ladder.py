@@ -87,6 +87,20 @@ def test_blocks_that_another_request_kept_wide_are_narrowed_once_it_has_ended() 
     assert cell.scheduler.counters.preemptions == 0
 
 
+def test_blocks_that_another_request_kept_from_the_narrowest_format_are_narrowed_once_it_has_ended() -> None:
+    cell = make_pressed_cell("native:200,int8", "int4", num_slabs=20, budget=64)
+    prefix = range(40)
+    cell.submit(make_request("first", prefix, max_tokens=1))
+    cell.run_to_end()
+    cell.submit(make_request("free", [*prefix, 60], max_tokens=270))
+    cell.submit(make_request("strict", [*prefix, 50], max_tokens=90, floor=INT8))
+    seen = run_and_watch(cell)
+    shared = [{fmt for formats in rows for fmt in formats[1:10]} for rows in seen if len(rows) == 2]
+    assert {INT8} in shared
+    assert any(set(rows[0][1:10]) == {INT4} for rows in seen if len(rows) == 1)
+    assert cell.end("free").finish_reason is FinishReason.LENGTH
+
+
 def test_when_all_is_at_the_floor_the_newest_row_is_preempted() -> None:
     cell = make_pressed_cell("native:1,int8", None, num_slabs=16)
     for number in range(6):
