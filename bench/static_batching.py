@@ -9,7 +9,7 @@ transformers does it, and what comes after a row's own end is thrown away (here 
 transformers before). Beside it stands a stronger rival, Quire's static policy by itself: ended rows leave, half
 of continuous batching. The claim is the same against both. Against the second it can hold only where a step costs much
 beside what its tokens cost: at these lengths as much as 70 tokens, of prompts or outputs. Reading the weights alone
-costs as much as some 200 tokens on an H200, and as 10 to 20 on two cores.
+costs as much as some 200 tokens on an H200, and as 10 to 20 on two CPU cores without matrix units.
 """
 
 import heapq
