@@ -53,6 +53,11 @@ class StepPlanner:
             if not lane.kv.relocations:
                 self._plan_rows()
 
+    @property
+    def _may_tell_more(self) -> bool:
+        """Whether one more row may join: what the worker is told of those that do stays within a message."""
+        return self._num_told_tokens < MAX_TOLD_TOKENS
+
     def _plan_rows(self) -> None:
         if self._state.config.policy is SchedulingPolicy.CONTINUOUS:
             self._plan_decodes()
@@ -98,7 +103,7 @@ class StepPlanner:
             if seq.seq_id not in lane.beams or seq.num_in_flight_tokens:  # preempted meanwhile, or not re-formed yet
                 continue
             if seq.worker_lane_id != lane.lane_id:  # it was forked off another beam
-                if self._num_told_tokens >= MAX_TOLD_TOKENS:
+                if not self._may_tell_more:
                     continue
                 self._num_told_tokens += len(seq.token_ids)
             growth = self._grow(seq)
@@ -218,7 +223,7 @@ class StepPlanner:
         lane, job, queue = self._lane, parent.job, self._state.queue
         for child in job.unforked:
             has_row = lane.num_free_rows and not queue.is_at_running_limit(job.tenant, 1)
-            if has_row and self._num_told_tokens < MAX_TOLD_TOKENS and lane.kv.can_fork(parent, child):
+            if has_row and self._may_tell_more and lane.kv.can_fork(parent, child):
                 lane.fork(parent, child)
                 self._num_told_tokens += len(child.token_ids)
                 spare(child, child.num_prompt_tokens)
@@ -271,7 +276,7 @@ class StepPlanner:
         """Bind sequences whose prefix is held elsewhere where others left room, and limits allow it still."""
         kv, router = self._lane.kv, self._state.router
         for seq in deferred:
-            if not self.draft.budget_tokens or self._num_told_tokens >= MAX_TOLD_TOKENS or self._is_barred(seq):
+            if not (self.draft.budget_tokens and self._may_tell_more) or self._is_barred(seq):
                 continue
             hits = kv.cached_prefix(seq)
             is_taken = not kv.awaits_prefix(seq, len(hits)) and self._has_room(seq, hits)
@@ -298,12 +303,7 @@ class StepPlanner:
         Not those that another lane can serve alone, or one that will come, nor those known to be better off elsewhere.
         """
         lane, router = self._lane, self._state.router
-        while (
-            lane.num_free_rows
-            and self.draft.budget_tokens
-            and self._num_left < MAX_LEFT
-            and self._num_told_tokens < MAX_TOLD_TOKENS
-        ):
+        while lane.num_free_rows and self.draft.budget_tokens and self._num_left < MAX_LEFT and self._may_tell_more:
             seq = next(in_turn, None)
             if seq is None or (before is not None and not goes_before(seq.job.tenant, before)):
                 return

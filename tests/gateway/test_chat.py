@@ -1,11 +1,21 @@
 import json
+from pathlib import Path
 
 import httpx
 import openai
 import pytest
+from tokenizers import Tokenizer, processors
 
 from protos import common_pb2
-from tests.gateway.fakes import MAX_MODEL_LEN, MODEL_NAME, Cell, end_token_id, refuse_with
+from tests.gateway.fakes import (
+    MAX_MODEL_LEN,
+    MODEL_NAME,
+    Cell,
+    end_token_id,
+    make_model_folder,
+    refuse_with,
+    running_cell,
+)
 
 END_ID = end_token_id()
 
@@ -35,6 +45,20 @@ async def test_whole_answer_has_openai_shape_and_true_usage(cell: Cell) -> None:
         "total_tokens": num_prompt_tokens + num_output_tokens,
         "prompt_tokens_details": {"cached_tokens": 16},
     }
+
+
+async def test_tokenizer_adds_special_tokens_to_the_templates_on_request(tmp_path: Path) -> None:
+    path = make_model_folder(tmp_path) / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    start = ("<|start|>", tokenizer.token_to_id("<|start|>"))
+    tokenizer.post_processor = processors.TemplateProcessing(single="<|start|> $0", special_tokens=[start])
+    tokenizer.save(str(path))
+    async with running_cell(tmp_path) as cell:
+        cell.answer("ok")
+        await cell.chat()
+        await cell.chat(add_special_tokens=True)
+        plain, special = (list(submit.token_ids) for submit in cell.scheduler.submits)
+    assert special == [start[1], *plain]
 
 
 async def test_prompt_is_what_the_template_makes(cell: Cell) -> None:
