@@ -42,7 +42,7 @@ def cpu_budget(asked_bytes: int | None, reserve_bytes: int) -> int:
 
 
 def check_weights_fit(weight_bytes: int, device: torch.device) -> None:
-    """Raise OutOfMemoryAtStartError when weights of that size cannot be loaded."""
+    """Raise OutOfMemoryAtStartError when that much of a model's weights, still to be loaded, cannot be."""
     free_bytes = free_host_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
     if weight_bytes > free_bytes:
         raise OutOfMemoryAtStartError("loading the model's weights", weight_bytes, free_bytes, "take a smaller model")

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kernels.dispatch import AttentionBatch, AttentionParams, Backend
 from kernels.formats import KVLayout
+from worker_svc.kv import check_weights_fit
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.elementwise import Elementwise, elementwise_for
 from worker_svc.models.linear import Linear, PlainHead, activation_dtype, make_head, make_linear
@@ -71,11 +72,15 @@ class Decoder:
         """Read a checkpoint and pack its weights for `dtype` (compute and native KV) on `device`.
 
         Raises the checkpoint's own error for a missing tensor, TensorError for one of a wrong shape or one that has no
-        place in the architecture; each names the tensor.
+        place in the architecture; each names the tensor. Raises OutOfMemoryAtStartError before memory runs out.
         """
         reader = WeightReader(checkpoint)
         embedding, head = _read_embedding_and_head(reader, config, dtype, device)
-        layers = list(_read_layers(reader, config, dtype, device))
+        layers: list[Layer] = []
+        for layer in _read_layers(reader, config, dtype, device):
+            if not layers:  # the others take as much, which may be more than in the file: packing pads
+                check_weights_fit((config.num_layers - 1) * layer.weight_bytes, device)
+            layers.append(layer)
         final_norm = _read_norm(reader, "model.norm.weight", config, dtype, device)
         reader.check_all_taken()
         return cls(config, dtype, embedding, layers, final_norm, head)

@@ -7,6 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.worker.models.checkpoints import CPU, Saved, Tensors, save
+from worker_svc import kv
+from worker_svc.errors import OutOfMemoryAtStartError
 from worker_svc.loader.checkpoint import Checkpoint
 from worker_svc.loader.errors import MissingTensorError
 from worker_svc.models.config import ModelConfig
@@ -72,6 +74,18 @@ def test_old_buffers_and_the_copy_of_a_tied_head_are_let_be(saved: Saved, source
     source.tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
     source.tensors["lm_head.weight"] = source.tensors["model.embed_tokens.weight"].clone()
     assert load(saved, source).config.tie_word_embeddings
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_as_packed_are_refused_before_memory_runs_out(
+    saved: Saved, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others_bytes = sum(layer.weight_bytes for layer in saved.load(dtype)._layers[1:])
+    monkeypatch.setattr(kv, "free_host_bytes", lambda: others_bytes)
+    saved.load(dtype)
+    monkeypatch.setattr(kv, "free_host_bytes", lambda: others_bytes - 1)
+    with pytest.raises(OutOfMemoryAtStartError, match=f"weights needs {others_bytes:,} bytes"):
+        saved.load(dtype)
 
 
 def test_nothing_of_the_checkpoint_is_kept(saved: Saved, source: Tensors) -> None:
