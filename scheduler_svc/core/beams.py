@@ -94,7 +94,7 @@ def _fork(lane: Lane, job: Job, parent: Seq, token_id: int) -> Seq:
     child = job.unforked.pop(0)
     child.become_child(parent, token_id)
     lane.fork(parent, child)
-    child.num_sealed_blocks, child.num_aged_blocks = parent.num_sealed_blocks, parent.num_aged_blocks
+    child.num_aged_blocks = parent.num_aged_blocks
     return child
 
 

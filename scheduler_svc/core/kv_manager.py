@@ -144,10 +144,6 @@ class KVManager:
         is_last_full = (seq.num_computed_tokens + num_tokens) % self.block_size == 0
         return Growth(new_entries, () if is_last_full else new_entries[-1:], copied)
 
-    def can_fork(self, parent: Seq, child: Seq) -> bool:
-        """Return whether `child` can write on in a copy of the parent's block in which its last known token lies."""
-        return True
-
     def fork(self, parent: Seq, child: Seq) -> None:
         """Share the parent's blocks with `child`, which computes the last known token of both again.
 
@@ -157,6 +153,9 @@ class KVManager:
         child.table = parent.table[: self.num_blocks_for(num_computed)]
         self.pool.touch(child.table)
         child.num_computed_tokens = num_computed
+        num_full = num_computed // self.block_size
+        child.share_hashes(parent, num_full)
+        child.num_sealed_blocks = min(parent.num_sealed_blocks, num_full)
         parent.settled_until_tokens = 0
 
     def commit(self, seq: Seq, num_tokens: int) -> None:

@@ -112,11 +112,6 @@ class MixedKVManager(KVManager):
             self._due[seq] = None
         return growth
 
-    def can_fork(self, parent: Seq, child: Seq) -> bool:
-        """Return whether that block is native still; a parent that knows more tokens may have narrowed it."""
-        tail_idx, num_tail_tokens = divmod(len(child.token_ids) - 1, self.block_size)
-        return num_tail_tokens == 0 or parent.table[tail_idx].fmt is Format.NATIVE
-
     def fork(self, parent: Seq, child: Seq) -> None:
         """Share the parent's blocks with `child`; see KVManager.fork."""
         KVManager.fork(self, parent, child)
@@ -174,18 +169,17 @@ class MixedKVManager(KVManager):
         for tier in reversed(seq.precision.narrowing):
             first_block_idx = max(1, seq.num_aged_blocks - tier.from_age_blocks)
             for block in seq.table[first_block_idx : max(0, num_full - tier.from_age_blocks)]:
-                if block.fmt < tier.fmt and not self._narrow(block):
-                    return False
+                if block.fmt < tier.fmt:
+                    if not self._narrow(block):
+                        return False
+                    block.is_awaited |= block.fmt < tier.fmt
         seq.num_aged_blocks = num_full
         return True
 
     def _narrow(self, block: Block) -> bool:
         """Narrow a block as far as all that hold it allow. False: there was no place for it."""
         fmt = self._allowed_format(block)
-        if fmt <= block.fmt:
-            block.is_awaited = True
-            return True
-        return self.relocator.relocate(block, fmt)
+        return fmt <= block.fmt or self.relocator.relocate(block, fmt)
 
     def _allowed_format(self, block: Block) -> Format:
         """Return the widest of the formats in which the sequences that hold the block want it."""

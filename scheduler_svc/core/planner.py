@@ -211,19 +211,20 @@ class StepPlanner:
                 lane.beams[seq.seq_id] = seq
                 return True
             lane.decoding[seq.seq_id] = seq
-            self._fork_unforked(seq)
+            if not seq.num_output_tokens:  # else it is not the leader: older, its blocks may be narrower
+                self._fork_unforked(seq)
         return True
 
     def _fork_unforked(self, parent: Seq) -> None:
         """Let the sequences that waited for the parent's prompt share it; they are planned from the next step on.
 
-        Where rows are short, their tenant is at its limit, or the prompt's tail cannot be written on, they queue like
-        everybody else, and find the prompt in the cache.
+        Where rows are short or their tenant is at its limit, they queue like everybody else, and find the prompt in the
+        cache.
         """
         lane, job, queue = self._lane, parent.job, self._state.queue
         for child in job.unforked:
             has_row = lane.num_free_rows and not queue.is_at_running_limit(job.tenant, 1)
-            if has_row and self._may_tell_more and lane.kv.can_fork(parent, child):
+            if has_row and self._may_tell_more:
                 lane.fork(parent, child)
                 self._num_told_tokens += len(child.token_ids)
                 spare(child, child.num_prompt_tokens)

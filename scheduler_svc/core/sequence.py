@@ -163,6 +163,10 @@ class Seq:
             hashes.append(next_hash(parent, self.token_ids[start : start + block_size]))
         return hashes
 
+    def share_hashes(self, parent: "Seq", num_blocks: int) -> None:
+        """Take over the hashes of the first blocks, of tokens that both have, rather than compute them anew."""
+        self._block_hashes = parent._block_hashes[:num_blocks]
+
     def take(self, token_ids: TokenIds, logprobs: Sequence[Opaque]) -> TokenRun:
         """Append sampled tokens, up to the one that ends the sequence; return them as a run, still without usage."""
         known = self.token_ids
@@ -203,7 +207,6 @@ class Seq:
     def become_child(self, parent: "Seq", token_id: int) -> None:
         """Have the tokens of another beam, and one more."""
         self.token_ids = [*parent.token_ids, token_id]
-        self._block_hashes = parent._block_hashes.copy()
 
     def drop_output(self) -> None:
         """Have the prompt alone."""

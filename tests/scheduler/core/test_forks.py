@@ -1,7 +1,11 @@
 """Samples of one request share the KV of its prompt."""
 
+from collections.abc import Sequence
+
 import pytest
 
+from protos.block_hash import BlockHash, next_hash
+from scheduler_svc.core import sequence
 from scheduler_svc.core.precision import NATIVE_ONLY, parse_policy
 from scheduler_svc.core.types import Delivered, Entry, FinishReason, Format, LaneId, LaneSpec
 from tests.scheduler.core.helpers import (
@@ -38,6 +42,20 @@ def test_samples_do_not_share_a_block_of_which_they_use_nothing() -> None:
     assert second.ops.copy == []
     cell.run_to_end()
     cell.check_texts()
+
+
+def test_samples_take_over_the_hashes_of_their_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell, hashed = make_cell(), []
+
+    def count_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
+        hashed.append(tuple(token_ids))
+        return next_hash(parent, token_ids)
+
+    monkeypatch.setattr(sequence, "next_hash", count_hash)
+    cell.submit(make_request("a", range(41), n=3, max_tokens=2))
+    cell.run_to_end()
+    cell.check_texts()
+    assert sorted(hashed) == [tuple(range(start, start + 4)) for start in range(0, 40, 4)]
 
 
 def test_samples_beyond_the_rows_queue() -> None:

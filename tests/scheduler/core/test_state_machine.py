@@ -123,19 +123,24 @@ class CellMachine(RuleBasedStateMachine):
 
     # ---- requests
 
-    @rule(request=requests, num_delivered=st.sampled_from([None, None, None, 0, 2, 5]), num_alike=st.integers(1, 4))
-    def submit(self, request: Request, num_delivered: int | None, num_alike: int) -> None:
+    @rule(
+        request=requests,
+        num_delivered=st.sampled_from([None, None, None, 0, 2, 5]),
+        sample=st.integers(0, 2),
+        num_alike=st.integers(1, 4),
+    )
+    def submit(self, request: Request, num_delivered: int | None, sample: int, num_alike: int) -> None:
         """New requests, or such that another scheduler had before: past the queue's bound."""
         for _ in range(num_alike):
-            self._submit(self._named(request), num_delivered)
+            self._submit(self._named(request), num_delivered, sample % request.n)
 
-    def _submit(self, request: Request, num_delivered: int | None) -> None:
+    def _submit(self, request: Request, num_delivered: int | None, sequence_idx: int) -> None:
         if num_delivered is not None:
-            text = self.cell.expected(request)
+            text = self.cell.expected(request, sequence_idx)
             delivered = Delivered(tuple(text[:num_delivered]))
             if request.beam_search is not None:  # all of an answer, or nothing
                 delivered = Delivered(tuple(text), FinishReason.STOP)
-            request = replace(request, is_resubmit=True, delivered={0: delivered})
+            request = replace(request, is_resubmit=True, delivered={sequence_idx: delivered})
         allowed = {ErrorCode.INVALID_ARGUMENT} | ({ErrorCode.RESOURCE_EXHAUSTED} if num_delivered is None else set())
         try:
             self.cell.submit(request)

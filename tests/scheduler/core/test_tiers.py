@@ -1,12 +1,14 @@
 """Blocks are narrowed as they age: when, from what, for whom; and what a narrowed block is to the cache."""
 
+from dataclasses import replace
+
 import pytest
 
 from scheduler_svc.core.arena import entry_of, format_of
 from scheduler_svc.core.mixed_kv import make_kv_manager
 from scheduler_svc.core.precision import PrecisionError, parse_policy
 from scheduler_svc.core.types import BlockId, Delivered, Entry, Format, LaneId, StepPlan
-from tests.scheduler.core.helpers import Cell, make_cell, make_mixed_spec, make_request, make_spec, plan
+from tests.scheduler.core.helpers import Cell, expected_of, make_cell, make_mixed_spec, make_request, make_spec, plan
 
 NATIVE, INT8, INT4 = Format.NATIVE, Format.INT8, Format.INT4
 
@@ -131,11 +133,42 @@ def test_a_shared_block_is_narrowed_when_the_one_that_held_it_back_ends() -> Non
     cell.check_texts()
 
 
+def test_a_block_that_was_held_back_halfway_is_narrowed_further_when_that_one_ends() -> None:
+    cell = make_mixed_cell("native:1,int8:2,int4", budget=128)
+    cell.submit(make_request("first", range(8), max_tokens=1))
+    cell.run_to_end()  # its second block is native in the cache
+    cell.submit(make_request("free", [*range(8), *range(50, 74)], max_tokens=20))
+    cell.submit(make_request("strict", [*range(8), *range(80, 104)], max_tokens=20, floor=INT8))
+    plan(cell)
+    plan_after_apply(cell)
+    cell.apply()
+    assert [row[1] for row in row_formats(cell)] == [INT8, INT8]
+    cell.abort("strict")
+    plan(cell)
+    cell.apply()
+    assert row_formats(cell)[0][1] is INT4
+    cell.run_to_end()
+    cell.check_texts()
+
+
 def test_samples_share_narrowed_blocks() -> None:
     cell = make_mixed_cell("native:1,int8", budget=64)
     cell.submit(make_request("a", range(14), n=3, max_tokens=9))
     cell.run_to_end()
     assert cell.scheduler.counters.demoted_blocks >= 2
+    cell.check_texts()
+
+
+def test_samples_that_begin_beside_an_older_one_share_the_blocks_of_their_own_age() -> None:
+    cell = make_mixed_cell("native:4,int8", budget=40)
+    request = make_request("a", range(17), n=3, max_tokens=36)
+    request.delivered[0] = Delivered(tuple(expected_of(request)[:30]))
+    cell.submit(replace(request, is_resubmit=True))
+    run_until(cell, "a", 1, sequence_idx=2)
+    old, *young = row_formats(cell)
+    assert old[1:5] == [INT8] * 4
+    assert [row[:5] for row in young] == [[NATIVE] * 5] * 2
+    cell.run_to_end()
     cell.check_texts()
 
 
