@@ -142,7 +142,8 @@ class SessionHub:
                 logger.info("request %s is aborted: its gateway has not submitted it again", request_id)
                 self._abandon(request_id, owned)
         for request_id, owned in list(self._held.items()):
-            if now_ms - owned.submitted_ms > timing.awaiting_model_ms:
+            # What was let in before a restart waits as long as it would have without one: workers may be starting too.
+            if not owned.submit.is_resubmit and now_ms - owned.submitted_ms > timing.awaiting_model_ms:
                 self._end(request_id, SchedulerError(ErrorCode.UNAVAILABLE, "no worker has registered yet"))
 
     def restart_timers(self) -> None:

@@ -21,7 +21,7 @@ class Timing:
     silence_ms: int = 3000  # without a sign of life a session is broken and a lane is lost
     detached_ms: int = 2000  # a request whose session broke waits so long for its gateway
     unread_ms: int = 30_000  # a gateway that does not take a message for so long is broken
-    awaiting_model_ms: int = 10_000  # a request that came before the cell's first worker waits so long for one
+    awaiting_model_ms: int = 10_000  # a new request that comes before any worker waits so long for one
     rejoin_ms: int = 2000  # after its start a scheduler binds nothing for so long while workers of its cell are missing
     fenced_ms: int = 10_000  # a worker that obeys another epoch than its lane's registers here again within
     dial_ms: int = 2000  # a worker that registers must answer at its address within

@@ -77,7 +77,10 @@ def _check_queue(state: State, request: Request) -> None:
 
 
 def _check_servable(state: State, request: Request) -> None:
-    """Raise SchedulerError when a request can never be served by a lane like those seen so far."""
+    """Raise SchedulerError when a request can never be served by a lane like those seen so far.
+
+    What was let in before a restart had a lane with room for it, which may come back (or it ends as homeless).
+    """
     num_prompt_tokens = len(request.prompt_token_ids)
     if num_prompt_tokens == 0:
         raise SchedulerError(ErrorCode.INVALID_ARGUMENT, "the prompt is empty", "prompt")
@@ -88,7 +91,7 @@ def _check_servable(state: State, request: Request) -> None:
             f"context of {state.max_model_len}",
             "prompt",
         )
-    limits, precision = state.max_seq_tokens, state.config.precision
+    limits, precision = {} if request.is_resubmit else state.max_seq_tokens, state.config.precision
     floor = precision.limited_to(request.kv_precision_floor).floor
     if limits and num_prompt_tokens >= limits[floor]:
         raise SchedulerError(
@@ -98,15 +101,15 @@ def _check_servable(state: State, request: Request) -> None:
             "prompt" if num_prompt_tokens >= limits[precision.floor] else "kv_precision_floor",
         )
     if request.beam_search is not None:
-        _check_width(state, request.n)
+        _check_width(state, request)
 
 
-def _check_width(state: State, width: int) -> None:
+def _check_width(state: State, request: Request) -> None:
     """Raise SchedulerError when a beam search can never have a row for each beam."""
-    limits = (("a worker", state.max_lane_rows), ("a tenant", state.config.fairness.max_running_seqs))
-    for owner, num_rows in limits:
-        if num_rows is not None and width > num_rows:
-            message = f"a beam search of width {width} is wider than the {num_rows} rows that {owner} may have"
+    lane_rows = None if request.is_resubmit else state.max_lane_rows
+    for owner, num_rows in (("a worker", lane_rows), ("a tenant", state.config.fairness.max_running_seqs)):
+        if num_rows is not None and request.n > num_rows:
+            message = f"a beam search of width {request.n} is wider than the {num_rows} rows that {owner} may have"
             raise SchedulerError(ErrorCode.INVALID_ARGUMENT, message, "n")
 
 

@@ -278,6 +278,17 @@ async def test_without_a_worker_requests_end_after_a_while(cell: LoopbackCell) -
     assert gateway.output("a").error.code == common_pb2.ERROR_CODE_UNAVAILABLE
 
 
+async def test_what_was_let_in_before_a_restart_waits_longer_for_a_worker(cell: LoopbackCell) -> None:
+    await cell.start(replace(TIMING, awaiting_model_ms=50))
+    gateway = await cell.add_gateway()
+    await gateway.submit("old", prompt_of(1, 20), max_tokens=5, is_resubmit=True)
+    await gateway.submit("new", prompt_of(1, 20), max_tokens=5)
+    await until(lambda: gateway.output("new").has_ended)
+    await cell.add_worker()
+    await until(lambda: gateway.output("old").has_ended)
+    assert gateway.output("old").token_ids == expected_output(prompt_of(1, 20), 5)
+
+
 async def test_cached_blocks_outlive_the_scheduler(cell: LoopbackCell) -> None:
     await cell.start()
     worker = await cell.add_worker()

@@ -4,6 +4,7 @@ import pytest
 
 from scheduler_svc.core.precision import parse_policy
 from scheduler_svc.core.types import (
+    BeamParams,
     Delivered,
     ErrorCode,
     FinishReason,
@@ -42,6 +43,25 @@ def test_a_request_that_was_let_in_before_goes_past_a_full_queue_and_first() -> 
     cell.plan()
     cell.apply()
     assert (len(cell.output("again")), len(cell.output("new"))) == (1, 0)
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+@pytest.mark.parametrize("beams", [None, BeamParams()])
+def test_a_request_that_was_let_in_before_waits_for_a_worker_with_room_for_it(
+    beams: BeamParams | None, is_early: bool
+) -> None:
+    cell = make_cell(num_lanes=0)
+    request = make_request("a", range(80), n=3, beams=beams, is_resubmit=True)
+    if is_early:
+        cell.submit(request)
+    cell.add_lane("small", make_spec(num_blocks=10, max_num_seqs=2))
+    if not is_early:
+        cell.submit(request)
+    cell.expire()
+    assert cell.plan("small") is None
+    cell.add_lane("large", make_spec())
+    cell.run_to_end()
+    assert [len(cell.output("a", idx)) for idx in range(3)] == [8, 8, 8]
 
 
 def test_requests_wait_for_the_first_worker_and_learn_its_limits() -> None:
