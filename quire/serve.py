@@ -140,11 +140,15 @@ def local_address(host: str) -> str:
     return {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)
 
 
-def local_name(host: str) -> str:
-    """Return what a client on this machine puts into a URL to reach a server that listens on `host`."""
-    if host in ("0.0.0.0", "::", LOOPBACK):
-        return "localhost"
-    return f"[{host}]" if ":" in host else host
+def local_url(host: str, port: int) -> str:
+    """Return the URL at which a client on this machine reaches a server that listens on `host`."""
+    address = local_address(host)
+    return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+
+
+def device_of_worker(idx: int, num_workers: int, device: str) -> str:
+    """Return the `--device` of one of a machine's workers: with GPUs each has its own, unless one is named."""
+    return f"{device}:{idx}" if num_workers > 1 and device in ("auto", "cuda") else device
 
 
 class Cell:
@@ -198,7 +202,7 @@ class Cell:
         await wait_until_ready(local_address(settings.host), port)
         self._log.cell_is_ready()
         self._supervisor.expect_to_live()
-        print(f"Quire is ready on http://{local_name(settings.host)}:{port}", flush=True)
+        print(f"Quire is ready on {local_url(settings.host, port)}", flush=True)
 
     @property
     def _worker_names(self) -> list[str]:
@@ -215,13 +219,14 @@ class Cell:
         if kv_formats == "all":  # that is all of the policy
             kv_formats = ",".join(name_of(fmt) for fmt in settings.precision().formats)
         own = {"num_threads": num_threads, "kv_formats": kv_formats}
-        environ = child_environ(settings, WorkerSettings, host=LOOPBACK, **own, **inside)
-        name, *other_names = self._worker_names
-        first = await self._start_service(name, "worker_svc", environ, keepers)
-        if other_names:
-            await first.address()
-        others = [await self._start_service(name, "worker_svc", environ, keepers) for name in other_names]
-        await asyncio.gather(*(worker.address() for worker in others))
+        workers: list[Service] = []
+        for idx, name in enumerate(self._worker_names):
+            if idx == 1:
+                await workers[0].address()
+            device = device_of_worker(idx, num_workers, settings.device)
+            environ = child_environ(settings, WorkerSettings, host=LOOPBACK, device=device, **own, **inside)
+            workers.append(await self._start_service(name, "worker_svc", environ, keepers))
+        await asyncio.gather(*(worker.address() for worker in workers))
 
     async def _start_service(
         self, name: str, module: str, environ: dict[str, str], keepers: asyncio.TaskGroup

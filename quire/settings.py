@@ -39,7 +39,13 @@ class ServeSettings(GatewaySettings, SchedulerSettings, WorkerSettings):
     )
     # The gateway is stopped first, and its requests have ended by then.
     scheduler_drain_seconds: CliSuppress[float] = 1.0
-    workers: int = Field(1, ge=1, le=64, description="worker processes, each with its own weights and KV cache")
+    workers: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="worker processes, each with its own weights and KV cache, and where there are GPUs with its own "
+        "GPU, unless --device names one",
+    )
     # When the workers are stopped nobody is left who waits for them.
     worker_drain_seconds: CliSuppress[float] = 0.0
     # Where the internal services listen is the supervisor's to choose.

@@ -44,11 +44,13 @@ def find_gpus() -> list[Gpu]:
 
 
 def choose_device(wish: str, gpus: Sequence[Gpu]) -> torch.device:
-    """Return the device for `--device`: cpu, auto, cuda (the first GPU) or cuda:N.
+    """Return the device for `--device`: cpu, cuda (the first GPU), cuda:N, or auto and auto:N.
 
-    Raises StartupError when a GPU is asked for that is not there, or too old; auto passes it by.
+    Raises StartupError when a GPU is asked for that is not there, or too old. auto passes by what is too old, and
+    takes the CPU where there is no GPU at all.
     """
-    if wish == "cpu" or (wish == "auto" and not gpus):
+    is_choosy = not wish.startswith("auto")
+    if wish == "cpu" or not (is_choosy or gpus):
         return CPU
     idx = int(found.group()) if (found := re.search(r"\d+$", wish)) else 0
     if not gpus:
@@ -59,7 +61,7 @@ def choose_device(wish: str, gpus: Sequence[Gpu]) -> torch.device:
         raise StartupError(f"--device {wish}: torch sees {len(gpus)} GPUs here, the last is cuda:{len(gpus) - 1}")
     if not gpus[idx].is_supported:
         why = f"{gpus[idx]} is too old, the kernels need compute capability 8.0 (Ampere) or above"
-        if wish != "auto":
+        if is_choosy:
             raise StartupError(f"--device {wish}: {why}")
         logger.warning("computing on the CPU, though there is a GPU: %s", why)
         return CPU

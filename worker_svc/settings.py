@@ -22,8 +22,8 @@ BlockSize = Annotated[int, AfterValidator(_check_block_size)]  # tokens
 
 
 def _check_device(value: str) -> str:
-    if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", value):
-        raise ValueError(f"{value} is none of auto, cpu, cuda and cuda:N")
+    if not re.fullmatch(r"cpu|(auto|cuda)(:\d{1,3})?", value):
+        raise ValueError(f"{value} is none of auto, cpu, cuda, auto:N and cuda:N")
     return value
 
 
@@ -63,7 +63,8 @@ class WorkerSettings(ServiceSettings):
     )
     device: Device = Field(
         "auto",
-        description="where to compute: auto, cpu, cuda or cuda:N; auto: the first GPU if it can be used, else the CPU",
+        description="where to compute: cpu, cuda (the first GPU) or cuda:N; auto and auto:N: the same where that GPU "
+        "can be used, else cpu",
     )
     num_threads: int | None = Field(
         None, ge=1, description="threads that compute on a CPU; none: one for each core this process may use"

@@ -10,7 +10,7 @@ import pytest
 from openai import AuthenticationError, OpenAI
 
 from bench.cell import ROOT, Cell
-from quire.serve import local_address
+from quire.serve import device_of_worker, local_url
 from tests.certificates import Authority
 
 TIMEOUT_S = 120
@@ -43,10 +43,31 @@ def test_port_in_use_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "address"), [("127.0.0.1",) * 2, ("0.0.0.0", "127.0.0.1"), ("::", "::1"), ("::1",) * 2, ("10.1.2.3",) * 2]
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:80"),
+        ("0.0.0.0", "http://127.0.0.1:80"),
+        ("::", "http://[::1]:80"),
+        ("::1", "http://[::1]:80"),
+        ("10.1.2.3", "http://10.1.2.3:80"),
+    ],
 )
-def test_own_server_is_asked_by_its_address(host: str, address: str) -> None:
-    assert local_address(host) == address
+def test_server_is_named_by_its_address(host: str, url: str) -> None:
+    assert local_url(host, 80) == url
+
+
+@pytest.mark.parametrize(
+    ("device", "num_workers", "devices"),
+    [
+        ("auto", 1, ["auto"]),
+        ("auto", 2, ["auto:0", "auto:1"]),
+        ("cuda", 2, ["cuda:0", "cuda:1"]),
+        ("cuda:3", 2, ["cuda:3"] * 2),
+        ("cpu", 2, ["cpu"] * 2),
+    ],
+)
+def test_each_worker_has_a_gpu_of_its_own(device: str, num_workers: int, devices: list[str]) -> None:
+    assert [device_of_worker(idx, num_workers, device) for idx in range(num_workers)] == devices
 
 
 def test_missing_model_folder_is_named(tmp_path: Path) -> None:

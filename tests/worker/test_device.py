@@ -19,6 +19,8 @@ AMD = Gpu("AMD Instinct MI300X", (9, 4), is_amd=True)
     [
         ("auto", 0, "cpu"),
         ("auto", 2, "cuda:0"),
+        ("auto:1", 0, "cpu"),
+        ("auto:1", 2, "cuda:1"),
         ("cpu", 2, "cpu"),
         ("cuda", 2, "cuda:0"),
         ("cuda:1", 2, "cuda:1"),
@@ -35,6 +37,7 @@ def test_gpu_too_old_for_the_kernels_is_refused_or_passed_by(caplog: pytest.LogC
     with pytest.raises(StartupError, match=r"--device cuda: Tesla T4 \(sm_75\) is too old.* 8\.0"):
         choose_device("cuda", [TURING])
     assert choose_device("auto", [TURING]) == CPU
+    assert choose_device("auto:1", [AMPERE, TURING]) == CPU
     assert "computing on the CPU, though there is a GPU: Tesla T4 (sm_75) is too old" in caplog.text
 
 

@@ -25,7 +25,7 @@ def test_flags_and_variables_have_the_same_names(monkeypatch: pytest.MonkeyPatch
         (["--tensor-parallel-size", "2"], "--tensor-parallel-size: 2 GPUs a worker"),
         (["--block-size", "12"], "--block-size"),
         (["--kv-formats", "int8,int3"], "--kv-formats: int3 is none of all, native, int8"),
-        (["--device", "gpu"], "--device: gpu is none of auto, cpu, cuda and cuda:N"),
+        (["--device", "gpu"], "--device: gpu is none of auto, cpu, cuda, auto:N and cuda:N"),
         (["--device", "cuda:x"], "--device: cuda:x is none of"),
         (["--gpu-memory-utilization", "1.5"], "--gpu-memory-utilization"),
         (["--log-level", "foo"], "--log-level: foo is none of debug, info, warning, error"),
