@@ -74,6 +74,13 @@ def test_container_is_not_killed_before_its_drain_has_ended(name: str) -> None:
     assert service["stop_grace_period"] == f"{drain_seconds}s10000ms"
 
 
+@pytest.mark.parametrize("setting", ["model", "dtype", "max_model_len", "block_size"])
+def test_scheduler_is_made_anew_when_its_workers_bring_another_model(setting: str) -> None:
+    assert setting in WorkerSettings.model_fields
+    label = COMPOSE["services"]["scheduler"]["labels"][f"quire.{setting.replace('_', '-')}"]
+    assert label.startswith(f"${{QUIRE_{setting.upper()}:-")
+
+
 def test_cell_has_the_same_name_in_every_container() -> None:
     assert COMPOSE["services"]["scheduler"]["environment"]["QUIRE_CELL_NAME"] == "${QUIRE_CELL_NAME:-quire}"
 
