@@ -117,7 +117,8 @@ class Prompts:
 
 def _plain_message(message: ChatMessage, idx: int) -> dict[str, Any]:
     """Return a message as templates know it: `content` is a string, and no role is newer than they are."""
-    fields = message.model_dump(exclude_unset=True)
+    # Templates ask whether a field is there, and clients send null for what a message lacks.
+    fields = {name: value for name, value in message.model_dump(exclude_unset=True).items() if value is not None}
     # OpenAI's newer name of the same role.
     if message.role == "developer":
         fields["role"] = "system"

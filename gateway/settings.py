@@ -40,7 +40,7 @@ class GatewaySettings(ServiceSettings):
     )
     api_keys: str = Field("", description="such lines themselves, with a comma between two; both may be given")
     request_timeout_seconds: float | None = Field(
-        None, gt=0, description="seconds after which a request ends with status 504; none: no limit"
+        None, gt=0, le=10**9, description="seconds after which a request ends with status 504; none: no limit"
     )
     client_stall_seconds: float = Field(
         30.0, gt=0, description="seconds that a client may leave its stream unread before its request is aborted"

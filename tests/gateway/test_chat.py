@@ -74,6 +74,15 @@ async def test_prompt_is_what_the_template_makes(cell: Cell) -> None:
     assert list(cell.scheduler.submits[1].token_ids) == cell.ids(prompt.removesuffix("<|start|>assistant\n"))
 
 
+async def test_null_in_a_message_is_no_field_of_it(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ 'tool_calls' in m }} {{ m.content }}{% endfor %}"
+    (make_model_folder(tmp_path) / "chat_template.jinja").write_text(template)
+    async with running_cell(tmp_path) as cell:
+        cell.answer("ok")
+        await cell.chat(messages=[{"role": "assistant", "content": None, "tool_calls": None, "audio": None}])
+        assert list(cell.scheduler.submits[0].token_ids) == cell.ids("False ")
+
+
 async def test_stream_has_role_text_finish_reason_usage_and_done(cell: Cell) -> None:
     cell.answer("hello world", stop_token_id=END_ID)
     response = await cell.chat(stream=True, stream_options={"include_usage": True})

@@ -55,6 +55,7 @@ def test_mistakes_at_the_start_are_one_line(
             (["--model", "/nothing"], "--model /nothing: no such folder"),
             (["--model", str(model_folder), "--port", str(port)], f"cannot listen on 127.0.0.1 port {port}"),
             (["--port", "many"], "--port: "),
+            (["--request-timeout-seconds", "inf"], "--request-timeout-seconds: "),
             (["--log-level", "loud"], "--log-level: loud is none of"),
             (["--colour", "red"], "--colour"),
         ):
