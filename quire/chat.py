@@ -3,6 +3,8 @@
 A line that ends with a backslash goes on in the next; /new starts over; Ctrl-C stops an answer; Ctrl-D ends it all.
 """
 
+import contextlib
+import http.client
 import json
 import sys
 import urllib.error
@@ -16,6 +18,8 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from protos.settings import SettingsMistakeError, read_settings
 
 Messages = list[dict[str, str]]
+
+_LOST = (OSError, http.client.HTTPException)  # a connection that cannot be made, or ends too early
 
 
 class ChatSettings(BaseSettings):
@@ -38,7 +42,7 @@ class ChatSettings(BaseSettings):
 
 
 class ChatError(Exception):
-    """The server cannot be reached, or refused; the message is one line."""
+    """The server cannot be reached, refused or stopped; the message is one line."""
 
 
 def _open(settings: ChatSettings, path: str, body: dict[str, Any] | None = None) -> Any:
@@ -52,9 +56,15 @@ def _open(settings: ChatSettings, path: str, body: dict[str, Any] | None = None)
     except urllib.error.HTTPError as error:
         with error:
             raise ChatError(f"the server refused: {error.read().decode(errors='replace')}") from None
-    except (urllib.error.URLError, ValueError) as error:
+    except (*_LOST, ValueError) as error:
         reason = getattr(error, "reason", error)
         raise ChatError(f"no server at {settings.url}: {reason} (start one with: quire serve)") from None
+
+
+def _lines(response: Any) -> Iterator[bytes]:
+    """Yield the lines of a response as they come, until it ends or breaks off."""
+    with contextlib.suppress(*_LOST):
+        yield from response
 
 
 def first_model(settings: ChatSettings) -> str:
@@ -74,15 +84,18 @@ def answer(settings: ChatSettings, model: str, messages: Messages) -> Iterator[s
         "stream": True,
     }
     with _open(settings, "/v1/chat/completions", body) as response:
-        for raw in response:
+        for raw in _lines(response):
             data = raw.decode().removeprefix("data:").strip()
-            if not raw.startswith(b"data:") or data == "[DONE]":
+            if data == "[DONE]":
+                return
+            if not raw.startswith(b"data:"):
                 continue
             event = json.loads(data)
             if "error" in event:
                 raise ChatError(event["error"].get("message", data))
             for choice in event["choices"]:
                 yield choice["delta"].get("content") or ""
+    raise ChatError("the server stopped in the middle of its answer")
 
 
 def _read_message() -> str:
