@@ -61,6 +61,7 @@ class _ErrorCode:
 class _ErrorCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorCode.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     ERROR_CODE_UNSPECIFIED: _ErrorCode.ValueType  # 0
+    """there is no error"""
     ERROR_CODE_INVALID_ARGUMENT: _ErrorCode.ValueType  # 1
     """400: the request can never be served; `param` names what was wrong"""
     ERROR_CODE_RESOURCE_EXHAUSTED: _ErrorCode.ValueType  # 2
@@ -76,6 +77,7 @@ class ErrorCode(_ErrorCode, metaclass=_ErrorCodeEnumTypeWrapper):
     """What kind of failure an Error is; the gateway maps it to an HTTP status."""
 
 ERROR_CODE_UNSPECIFIED: ErrorCode.ValueType  # 0
+"""there is no error"""
 ERROR_CODE_INVALID_ARGUMENT: ErrorCode.ValueType  # 1
 """400: the request can never be served; `param` names what was wrong"""
 ERROR_CODE_RESOURCE_EXHAUSTED: ErrorCode.ValueType  # 2
@@ -97,11 +99,13 @@ class _KvFormatEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KvFormat.Val
     KV_FORMAT_NATIVE: _KvFormat.ValueType  # 0
     """the compute dtype"""
     KV_FORMAT_INT8: _KvFormat.ValueType  # 1
+    """keys and values"""
     KV_FORMAT_FP8: _KvFormat.ValueType  # 2
     """e4m3fn"""
     KV_FORMAT_K8V4: _KvFormat.ValueType  # 3
     """int8 keys, int4 values"""
     KV_FORMAT_INT4: _KvFormat.ValueType  # 4
+    """keys and values"""
 
 class KvFormat(_KvFormat, metaclass=_KvFormatEnumTypeWrapper):
     """How a KV block's bytes encode keys and values, from the widest to the narrowest: the code is part of every block-table
@@ -111,11 +115,13 @@ class KvFormat(_KvFormat, metaclass=_KvFormatEnumTypeWrapper):
 KV_FORMAT_NATIVE: KvFormat.ValueType  # 0
 """the compute dtype"""
 KV_FORMAT_INT8: KvFormat.ValueType  # 1
+"""keys and values"""
 KV_FORMAT_FP8: KvFormat.ValueType  # 2
 """e4m3fn"""
 KV_FORMAT_K8V4: KvFormat.ValueType  # 3
 """int8 keys, int4 values"""
 KV_FORMAT_INT4: KvFormat.ValueType  # 4
+"""keys and values"""
 Global___KvFormat: _TypeAlias = KvFormat  # noqa: Y015
 
 @_typing.final
@@ -126,6 +132,7 @@ class Error(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     PARAM_FIELD_NUMBER: _builtins.int
     code: Global___ErrorCode.ValueType
+    """kind of failure"""
     message: _builtins.str
     """one sentence for the person who sent the request"""
     param: _builtins.str

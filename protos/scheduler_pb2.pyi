@@ -29,11 +29,17 @@ class ClientMessage(_message.Message):
     SUBMIT_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def hello(self) -> Global___Hello: ...
+    def hello(self) -> Global___Hello:
+        """the first message of a session, and no other"""
+
     @_builtins.property
-    def submit(self) -> Global___Submit: ...
+    def submit(self) -> Global___Submit:
+        """a request, new or again"""
+
     @_builtins.property
-    def abort(self) -> Global___Abort: ...
+    def abort(self) -> Global___Abort:
+        """of a request that nobody waits for any more"""
+
     def __init__(
         self,
         *,
@@ -101,6 +107,7 @@ class Submit(_message.Message):
     KV_PRECISION_FLOOR_FIELD_NUMBER: _builtins.int
     BEAM_SEARCH_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """names the request, in every message about it"""
     n: _builtins.int
     """sequences, at least 1; index 0 .. n - 1"""
     tenant: _builtins.str
@@ -108,6 +115,7 @@ class Submit(_message.Message):
     priority: _builtins.int
     """lower runs first"""
     remaining_deadline_ms: _builtins.int
+    """time it has left, from now; absent: it may take as long as it takes"""
     cache_salt: _builtins.str
     """prefixes are shared only under the same salt"""
     skip_cache_read: _builtins.bool
@@ -123,7 +131,9 @@ class Submit(_message.Message):
         """the prompt"""
 
     @_builtins.property
-    def sampling(self) -> _common_pb2.SamplingParams: ...
+    def sampling(self) -> _common_pb2.SamplingParams:
+        """how tokens are chosen"""
+
     @_builtins.property
     def delivered(self) -> _containers.RepeatedCompositeFieldContainer[Global___Delivered]:
         """at most one an index; absent: nothing was delivered"""
@@ -201,9 +211,11 @@ class Delivered(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     CUMULATIVE_LOGPROB_FIELD_NUMBER: _builtins.int
     index: _builtins.int
+    """of the sequence among the request's n"""
     finish_reason: _common_pb2.FinishReason.ValueType
     """set: the sequence has ended, nothing more is wanted"""
     cumulative_logprob: _builtins.float
+    """of the output tokens, where log probabilities were asked for"""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """output tokens"""
@@ -233,6 +245,7 @@ class Abort(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """of a request of this gateway"""
     index: _builtins.int
     """absent: all of the request's sequences"""
     def __init__(
@@ -262,7 +275,9 @@ class ServerMessage(_message.Message):
 
     RUNS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenRun]: ...
+    def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenRun]:
+        """in the order in which their tokens were sampled"""
+
     def __init__(
         self,
         *,
@@ -293,12 +308,17 @@ class TokenRun(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """as submitted"""
     index: _builtins.int
+    """of the sequence among the request's n"""
     first_token_idx: _builtins.int
     """of token_ids[0] among the output tokens; the gateway drops what it has"""
     finish_reason: _common_pb2.FinishReason.ValueType
+    """set: the sequence has ended, and these are its last tokens"""
     @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """output tokens, in order"""
+
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
         """parallel to token_ids, where asked for"""
@@ -339,9 +359,11 @@ class Usage(_message.Message):
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     num_prompt_tokens: _builtins.int
+    """tokens of the prompt"""
     num_cached_tokens: _builtins.int
     """prompt tokens served from the prefix cache, at the first attempt"""
     num_output_tokens: _builtins.int
+    """output tokens of this sequence so far"""
     def __init__(
         self,
         *,
@@ -388,12 +410,15 @@ class RegisterRequest(_message.Message):
     slab_bytes: _builtins.int
     """of one layer"""
     native_blocks_per_slab: _builtins.int
+    """native blocks that a slab holds"""
     max_num_seqs: _builtins.int
     """rows"""
     max_num_batched_tokens: _builtins.int
     """tokens a step"""
     @_builtins.property
-    def model(self) -> _common_pb2.ModelInfo: ...
+    def model(self) -> _common_pb2.ModelInfo:
+        """what it serves: all workers of a cell serve the same"""
+
     @_builtins.property
     def blocks_per_slab(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Blocks of each format that a slab holds, by format code (kernels/formats.py); 0: the worker does not have it. Empty:
@@ -434,6 +459,7 @@ class RegisterResponse(_message.Message):
 
     HEARTBEAT_INTERVAL_MS_FIELD_NUMBER: _builtins.int
     heartbeat_interval_ms: _builtins.int
+    """time between two heartbeats"""
     def __init__(
         self,
         *,
@@ -476,7 +502,9 @@ class HeartbeatRequest(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     NUM_REFUSED_CALLS_TOTAL_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
+    """as registered"""
     lane_epoch: _builtins.int
+    """of the last Register"""
     draining: _builtins.bool
     """it is about to leave: its sequences end here, and it gets no new ones"""
     @_builtins.property
@@ -506,6 +534,7 @@ class HeartbeatResponse(_message.Message):
     KNOWN_FIELD_NUMBER: _builtins.int
     DRAINED_FIELD_NUMBER: _builtins.int
     known: _builtins.bool
+    """the scheduler has a lane for it, of this epoch"""
     drained: _builtins.bool
     """it was draining, and its lane is gone: it may leave"""
     def __init__(
@@ -679,20 +708,29 @@ class CellStats(_message.Message):
     NUM_MOVED_BLOCKS_TOTAL_FIELD_NUMBER: _builtins.int
     NUM_REFUSED_CALLS_TOTAL_FIELD_NUMBER: _builtins.int
     num_waiting_seqs: _builtins.int
+    """sequences that no worker computes yet, or again"""
     num_running_seqs: _builtins.int
+    """sequences that workers compute"""
     prefix_cache_queries_total: _builtins.int
     """prompt tokens looked up"""
     prefix_cache_hits_total: _builtins.int
     """prompt tokens found"""
     num_preemptions_total: _builtins.int
+    """sequences that gave up their blocks and wait again"""
     num_prompt_tokens_total: _builtins.int
     """computed prompt tokens"""
     num_output_tokens_total: _builtins.int
+    """sampled tokens"""
     num_steps_total: _builtins.int
+    """steps that workers have answered"""
     num_evicted_blocks_total: _builtins.int
+    """cached blocks that were overwritten"""
     num_worker_losses_total: _builtins.int
+    """workers that were lost"""
     uptime_ms: _builtins.int
+    """time since the scheduler started"""
     draining: _builtins.bool
+    """it is about to end, and takes no new requests"""
     num_demoted_blocks_total: _builtins.int
     """put in a narrower format because of their age"""
     num_pressed_blocks_total: _builtins.int
@@ -700,7 +738,9 @@ class CellStats(_message.Message):
     num_moved_blocks_total: _builtins.int
     """put elsewhere to empty a slab"""
     @_builtins.property
-    def lanes(self) -> _containers.RepeatedCompositeFieldContainer[Global___LaneStats]: ...
+    def lanes(self) -> _containers.RepeatedCompositeFieldContainer[Global___LaneStats]:
+        """one for each worker"""
+
     @_builtins.property
     def shared_index(self) -> Global___SharedIndexStats:
         """absent: no Redis is configured"""
@@ -762,6 +802,7 @@ class SharedIndexStats(_message.Message):
     num_live_instances: _builtins.int
     """workers of all cells"""
     num_live_cells: _builtins.int
+    """cells that share the index"""
     num_pending_writes: _builtins.int
     """blocks of which Redis is still to be told, or told again"""
     num_writes_total: _builtins.int
@@ -769,6 +810,7 @@ class SharedIndexStats(_message.Message):
     num_republishes_total: _builtins.int
     """everything was published again: after an outage, or a flush"""
     num_outages_total: _builtins.int
+    """times that Redis failed"""
     num_lookups_total: _builtins.int
     """of waiting requests, while another cell lives"""
     num_failed_lookups_total: _builtins.int
@@ -821,8 +863,11 @@ class LaneStats(_message.Message):
     NUM_REFERENCED_BLOCKS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
+    """names the worker's process"""
     address: _builtins.str
+    """HOST:PORT of the worker's service"""
     num_running_seqs: _builtins.int
+    """rows"""
     num_blocks: _builtins.int
     """of the pool, in native blocks"""
     num_free_blocks: _builtins.int
@@ -836,6 +881,7 @@ class LaneStats(_message.Message):
     num_used_slots: _builtins.int
     """of these, the ones that hold a token"""
     num_steps_in_flight: _builtins.int
+    """steps sent and not answered"""
     last_step_ms: _builtins.float
     """duration of the last step applied, as the worker measured it"""
     draining: _builtins.bool

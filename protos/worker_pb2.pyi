@@ -31,7 +31,9 @@ class _StepStatus:
 class _StepStatusEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StepStatus.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     STEP_STATUS_UNSPECIFIED: _StepStatus.ValueType  # 0
+    """never sent"""
     STEP_STATUS_OK: _StepStatus.ValueType  # 1
+    """it ran; single rows may have failed"""
     STEP_STATUS_FAILED: _StepStatus.ValueType  # 2
     """the whole step failed; `error` says why"""
     STEP_STATUS_SKIPPED: _StepStatus.ValueType  # 3
@@ -40,7 +42,9 @@ class _StepStatusEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StepStatus
 class StepStatus(_StepStatus, metaclass=_StepStatusEnumTypeWrapper): ...
 
 STEP_STATUS_UNSPECIFIED: StepStatus.ValueType  # 0
+"""never sent"""
 STEP_STATUS_OK: StepStatus.ValueType  # 1
+"""it ran; single rows may have failed"""
 STEP_STATUS_FAILED: StepStatus.ValueType  # 2
 """the whole step failed; `error` says why"""
 STEP_STATUS_SKIPPED: StepStatus.ValueType  # 3
@@ -69,6 +73,7 @@ class HealthResponse(_message.Message):
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
     LANE_EPOCH_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
+    """names the process"""
     lane_epoch: _builtins.int
     """of the last Register"""
     def __init__(
@@ -115,7 +120,9 @@ class ManifestPart(_message.Message):
 
     SEALS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def seals(self) -> Global___Seals: ...
+    def seals(self) -> Global___Seals:
+        """of blocks that no other part names"""
+
     def __init__(
         self,
         *,
@@ -141,7 +148,9 @@ class Seals(_message.Message):
     block_hashes: _builtins.bytes
     """protos.block_hash.HASH_BYTES bytes each, one after the other"""
     @_builtins.property
-    def entries(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def entries(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """block-table entries"""
+
     @_builtins.property
     def recipe_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of the entry's format; one element: the same for all"""
@@ -180,6 +189,7 @@ class StepRequest(_message.Message):
     SEALS_FIELD_NUMBER: _builtins.int
     OPS_FIELD_NUMBER: _builtins.int
     lane_epoch: _builtins.int
+    """the current one"""
     step_id: _builtins.int
     """1, 2, 3 ... within the epoch"""
     restart: _builtins.bool
@@ -189,19 +199,29 @@ class StepRequest(_message.Message):
         """rows to forget"""
 
     @_builtins.property
-    def resumed_rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResumedRow]: ...
+    def resumed_rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResumedRow]:
+        """preempted rows that go on"""
+
     @_builtins.property
-    def new_rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___NewRow]: ...
+    def new_rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___NewRow]:
+        """rows that the worker does not have"""
+
     @_builtins.property
-    def patches(self) -> Global___EntryPatches: ...
+    def patches(self) -> Global___EntryPatches:
+        """changes in the middle of block tables"""
+
     @_builtins.property
-    def continued(self) -> Global___ContinuedRows: ...
+    def continued(self) -> Global___ContinuedRows:
+        """rows that go on"""
+
     @_builtins.property
     def seals(self) -> Global___Seals:
         """full blocks whose computing step has been applied"""
 
     @_builtins.property
-    def ops(self) -> Global___BlockOps: ...
+    def ops(self) -> Global___BlockOps:
+        """operations on blocks"""
+
     def __init__(
         self,
         *,
@@ -240,8 +260,11 @@ class NewRow(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     SEQUENCE_IDX_FIELD_NUMBER: _builtins.int
     seq_id: _builtins.int
+    """names the row"""
     seq_epoch: _builtins.int
+    """comes back with what the row samples"""
     num_prompt_tokens: _builtins.int
+    """of token_ids, how many are the prompt's"""
     num_computed_tokens: _builtins.int
     """whose KV the table already holds"""
     num_scheduled_tokens: _builtins.int
@@ -257,7 +280,9 @@ class NewRow(_message.Message):
         """block table"""
 
     @_builtins.property
-    def sampling(self) -> _common_pb2.SamplingParams: ...
+    def sampling(self) -> _common_pb2.SamplingParams:
+        """how its tokens are chosen"""
+
     def __init__(
         self,
         *,
@@ -292,11 +317,15 @@ class ResumedRow(_message.Message):
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_SCHEDULED_TOKENS_FIELD_NUMBER: _builtins.int
     seq_id: _builtins.int
+    """names the row"""
     seq_epoch: _builtins.int
+    """replaces the row's"""
     num_tokens: _builtins.int
     """known tokens; what the worker has beyond them is dropped"""
     num_computed_tokens: _builtins.int
+    """whose KV the table already holds"""
     num_scheduled_tokens: _builtins.int
+    """of this step, from num_computed_tokens on"""
     @_builtins.property
     def entries(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """replaces the block table"""
@@ -329,13 +358,17 @@ class EntryPatches(_message.Message):
     BLOCK_IDXS_FIELD_NUMBER: _builtins.int
     ENTRIES_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def seq_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def seq_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """rows whose tables change"""
+
     @_builtins.property
     def block_idxs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """position in the row's table"""
 
     @_builtins.property
-    def entries(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def entries(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """what stands there from now on"""
+
     def __init__(
         self,
         *,
@@ -364,7 +397,9 @@ class ContinuedRows(_message.Message):
     TOKEN_SEQ_IDS_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def seq_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def seq_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """rows that this step computes"""
+
     @_builtins.property
     def num_scheduled_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """empty: 1 for every row"""
@@ -417,15 +452,25 @@ class BlockOps(_message.Message):
     REQUANTIZE_SRC_ENTRIES_FIELD_NUMBER: _builtins.int
     REQUANTIZE_DST_ENTRIES_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def zero_entries(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def zero_entries(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """blocks to fill with zeros"""
+
     @_builtins.property
-    def copy_src_entries(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def copy_src_entries(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """blocks to copy"""
+
     @_builtins.property
-    def copy_dst_entries(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def copy_dst_entries(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """where to, in the same format; parallel to copy_src_entries"""
+
     @_builtins.property
-    def requantize_src_entries(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def requantize_src_entries(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """blocks to write anew in another format"""
+
     @_builtins.property
-    def requantize_dst_entries(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def requantize_dst_entries(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """where to, and in which; parallel to requantize_src_entries"""
+
     def __init__(
         self,
         *,
@@ -455,15 +500,23 @@ class StepResult(_message.Message):
     FAILED_ROWS_FIELD_NUMBER: _builtins.int
     STEP_MS_FIELD_NUMBER: _builtins.int
     lane_epoch: _builtins.int
+    """the step's"""
     step_id: _builtins.int
+    """the step's"""
     status: Global___StepStatus.ValueType
+    """whether it ran"""
     error: _builtins.str
+    """one line, with STEP_STATUS_FAILED"""
     step_ms: _builtins.float
     """from the step's begin to its end on the device queue"""
     @_builtins.property
-    def sampled(self) -> Global___SampledRows: ...
+    def sampled(self) -> Global___SampledRows:
+        """tokens of the rows that sampled"""
+
     @_builtins.property
-    def failed_rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___FailedRow]: ...
+    def failed_rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___FailedRow]:
+        """rows that gave no token, and are skipped until they are sent anew"""
+
     def __init__(
         self,
         *,
@@ -496,9 +549,13 @@ class SampledRows(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     ROW_LOGPROBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def seq_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def seq_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """rows that sampled"""
+
     @_builtins.property
-    def seq_epochs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def seq_epochs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """parallel to seq_ids: as the row was sent last"""
+
     @_builtins.property
     def num_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """empty: 1 for every row"""
@@ -540,8 +597,11 @@ class RowLogprobs(_message.Message):
     SEQ_ID_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     seq_id: _builtins.int
+    """a row of SampledRows"""
     @_builtins.property
-    def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]: ...
+    def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
+        """parallel to the row's tokens"""
+
     def __init__(
         self,
         *,
@@ -566,8 +626,11 @@ class FailedRow(_message.Message):
     SEQ_EPOCH_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     seq_id: _builtins.int
+    """names the row"""
     seq_epoch: _builtins.int
+    """as the row was sent last"""
     error: _builtins.str
+    """one line"""
     def __init__(
         self,
         *,
