@@ -1,6 +1,8 @@
-"""Prometheus metrics: the gateway's own, under vLLM's names so that people's dashboards work, and the cell's.
+"""Prometheus metrics: the gateway's own, and the cell's.
 
-The cell's figures are asked of the scheduler at scrape time. While it is away the gateway's own are still served.
+What vLLM has too is there under its name, so that people's dashboards work, and under Quire's: `quire_` in place of
+`vllm:`. The cell's figures are asked of the scheduler at scrape time. While it is away the gateway's own are still
+served.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,6 +36,7 @@ _REQUEST_BUCKETS = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
+_VLLM = "vllm:"
 _FINISHED_REASONS = ("stop", "length", "abort", "error")
 _FORMATS = [name.removeprefix("KV_FORMAT_").lower() for name in common_pb2.KvFormat.keys()]  # noqa: SIM118  # it is not a mapping
 
@@ -215,11 +218,32 @@ def _lane_metrics(lanes: Sequence[scheduler_pb2.LaneStats]) -> Iterator[Metric]:
     yield from (blocks, formats, slots, running, in_flight, step)
 
 
+class BothNames(Collector):
+    """What a registry collects, and under Quire's name whatever has vLLM's."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric."""
+        for metric in self._registry.collect():
+            yield metric
+            if metric.name.startswith(_VLLM):
+                ours = Metric(_own_name(metric.name), metric.documentation, metric.type)
+                ours.samples = [sample._replace(name=_own_name(sample.name)) for sample in metric.samples]
+                yield ours
+
+
+def _own_name(name: str) -> str:
+    return "quire_" + name.removeprefix(_VLLM)
+
+
 class Metrics:
     """All that `GET /metrics` shows."""
 
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
+        self._registry, self._page = CollectorRegistry(), CollectorRegistry()
+        self._page.register(BothNames(self._registry))
         self._cell = CellCollector()
         self._registry.register(self._cell)
         self._requests: RequestMetrics | None = None
@@ -237,4 +261,4 @@ class Metrics:
     def render(self, stats: scheduler_pb2.CellStats | None) -> bytes:
         """Return the page, with the cell's figures where there are any."""
         self._cell.stats = stats
-        return generate_latest(self._registry)
+        return generate_latest(self._page)

@@ -149,6 +149,7 @@ class GenerateRequest(_Body):
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     seed: int | None = Field(None, ge=_INT64_MIN, le=_UINT64_MAX)
     max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
     min_tokens: int = Field(0, ge=0)
     stop: Annotated[
         list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True), BeforeValidator(_as_list)
@@ -174,8 +175,8 @@ class GenerateRequest(_Body):
 
     @property
     def output_limit(self) -> int | None:
-        """Output tokens that the client allows; None: as many as there is room for."""
-        return self.max_tokens
+        """Output tokens that the client allows; the newer name wins. None: as many as there is room for."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def num_logprobs(self) -> int | None:
@@ -233,14 +234,8 @@ class _ChatPrompt(_Body):
 class ChatCompletionRequest(GenerateRequest, _ChatPrompt):
     """`POST /v1/chat/completions`."""
 
-    max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-
-    @property
-    def output_limit(self) -> int | None:
-        """Output tokens that the client allows; the newer name wins."""
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def num_logprobs(self) -> int | None:

@@ -131,7 +131,15 @@ async def test_stop_string_ends_the_text_and_aborts_the_sequence(cell: Cell, str
     assert usage["prompt_tokens_details"] == {"cached_tokens": 16}
 
 
-@pytest.mark.parametrize(("fields", "room"), [({}, 200), ({"kv_precision_floor": "int8"}, 100), ({"max_tokens": 7}, 7)])
+@pytest.mark.parametrize(
+    ("fields", "room"),
+    [
+        ({}, 200),
+        ({"kv_precision_floor": "int8"}, 100),
+        ({"max_tokens": 7}, 7),
+        ({"max_tokens": 7, "max_completion_tokens": 5}, 5),
+    ],
+)
 async def test_room_for_an_answer_is_what_its_floor_leaves(
     model_folder: Path, fields: dict[str, Any], room: int
 ) -> None:

@@ -149,6 +149,7 @@ async def test_mistake_in_a_chat_completion_names_its_parameter(cell: Cell, fiel
         ({"prompt": ["a"] * 25}, "prompt"),  # 16 may wait, and 8 run
         ({"prompt": ["a"] * 13, "n": 2}, "n"),
         ({"prompt": [5] * MAX_MODEL_LEN}, "prompt"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"logprobs": True}, "logprobs"),
         ({"logprobs": 21}, "logprobs"),
         ({"echo": True, "logprobs": 1}, "echo"),
