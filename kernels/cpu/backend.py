@@ -207,8 +207,9 @@ class _Attention:
         group = group_size(num_query_heads, layout, params.sliding_window)
         self.record = np.zeros(1, LAUNCH)
         self.address = self.record.ctypes.data
-        thread = np.zeros(1, THREAD).ctypes.data
-        self.scratch_bytes = lay_out(thread, num_query_heads, layout.head_size) - thread
+        thread = np.zeros(1, THREAD)  # named: it must outlive the call, which writes to it
+        thread_address = thread.ctypes.data
+        self.scratch_bytes = lay_out(thread_address, num_query_heads, layout.head_size) - thread_address
         self.body = _c_function(run_units, 1, None)
         fixed = self.record[0]
         self._native_dtype = layout.native_dtype

@@ -23,10 +23,11 @@ from llvmlite import binding as llvm
 def _cache_folder() -> Path:
     """Return the folder for compiled code: one for each state of the sources, of the compiler and of the CPU.
 
-    Numba notices a change in the file of a function, not in those of the functions that it calls.
+    Numba notices a change in the file of a function, not in those of the functions that it calls or of the constants
+    that it takes from the folder above.
     """
-    key = hashlib.sha256()
-    for source in sorted(Path(__file__).parent.glob("*.py")):
+    key, folder = hashlib.sha256(), Path(__file__).parent
+    for source in sorted([*folder.glob("*.py"), *folder.parent.glob("*.py")]):
         key.update(source.read_bytes())
     versions = (platform.python_version(), llvm.llvm_version_info, torch.__version__)
     features = sorted(HOST_FEATURES)  # a set's own order is another one in every process

@@ -133,15 +133,20 @@ def test_bad_entries_are_refused_before_anything_is_written(backend: Backend, ba
 
 
 @pytest.mark.parametrize("fmt", Format)
-def test_copying_and_clearing_blocks_of_every_format(backend: Backend, fmt: Format) -> None:
-    arena, size = noise_arena(LAYOUT), LAYOUT.block_bytes(fmt)
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+@pytest.mark.parametrize("head_size", [64, 80, 96, 128, 256])
+def test_copying_and_clearing_blocks_of_every_shape_and_format(
+    backend: Backend, head_size: int, block_size: int, fmt: Format
+) -> None:
+    layout = KVLayout(3, head_size, block_size, "float32" if head_size == 80 else "bfloat16", slab_blocks=4)
+    arena, size = noise_arena(layout), layout.block_bytes(fmt)
     wanted = arena.clone()
     wanted[:, 2, size : 2 * size] = wanted[:, 0, 2 * size : 3 * size]
     source, target = torch.tensor([[entry(2, fmt)], [entry(512 + 1, fmt)]], dtype=torch.int32)
-    backend.copy_blocks(arena, source, target, LAYOUT)
+    backend.copy_blocks(arena, source, target, layout)
     assert torch.equal(arena, wanted)
     wanted[:, 2, size : 2 * size] = 0
-    backend.zero_blocks(arena, target, LAYOUT)
+    backend.zero_blocks(arena, target, layout)
     assert torch.equal(arena, wanted)
 
 
