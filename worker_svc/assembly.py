@@ -156,8 +156,7 @@ def _max_model_len(settings: WorkerSettings, config: ModelConfig) -> int:
 
 def _load_decoder(folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Decoder:
     checkpoint = Checkpoint(folder)
-    stored_bytes = checkpoint.tensor(next(iter(checkpoint.names()))).element_size()
-    check_weights_fit(checkpoint.total_bytes // stored_bytes * dtype.itemsize, device)
+    check_weights_fit(config.num_parameters * dtype.itemsize, device)
     logger.info("loading %s as %s on %s", folder, _name(dtype), device)
     return Decoder.load(config, checkpoint, dtype, device)
 

@@ -18,7 +18,6 @@ from worker_svc.loader.folder import INDEX_FILE, read_index, weight_paths
 class Checkpoint:
     """The named tensors of one model folder.
 
-    `total_bytes` is the size of all tensors together in their stored dtypes, known without reading them.
     Raises CheckpointError, which names the file, when weights are absent, incomplete or damaged.
     """
 
@@ -30,7 +29,6 @@ class Checkpoint:
         for name, shard_name in read_index(folder).items():
             if name not in self._shard_of:
                 raise MissingTensorError(f"{folder / shard_name} has no tensor {name}, though {INDEX_FILE} says so")
-        self.total_bytes = sum(_payload_bytes(path) for path in paths)
 
     def names(self) -> frozenset[str]:
         """Return the names of all tensors."""
@@ -53,10 +51,3 @@ def _open_shard(path: Path) -> Any:
         return safe_open(path, framework="pt", device="cpu")
     except SafetensorError as error:
         raise CheckpointError(f"damaged weights file {path}: {error}") from error
-
-
-def _payload_bytes(path: Path) -> int:
-    """Return the bytes of all tensors of an intact file: what follows its length-prefixed header."""
-    with path.open("rb") as file:
-        header_bytes = int.from_bytes(file.read(8), "little")
-    return path.stat().st_size - 8 - header_bytes

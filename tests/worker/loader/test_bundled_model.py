@@ -127,7 +127,9 @@ def test_config_has_the_models_shape(bundled_folder: Path) -> None:
 def test_weights_are_all_there(bundled_folder: Path) -> None:
     checkpoint = Checkpoint(bundled_folder)
     assert len(checkpoint.names()) == 2 + 30 * 9
-    assert checkpoint.total_bytes == 2 * 134_515_008  # parameters in bf16
+    tensors = [checkpoint.tensor(name) for name in checkpoint.names()]
+    assert sum(tensor.numel() for tensor in tensors) == 134_515_008
+    assert {tensor.dtype for tensor in tensors} == {torch.bfloat16}
 
 
 def test_transformers_gets_the_capital_of_france_from_the_folder(bundled_folder: Path) -> None:
