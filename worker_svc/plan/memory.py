@@ -2,9 +2,9 @@
 
     sequences = (memory * utilization - weights) / (KV bytes of a token * mean length)
 
-is an upper bound. Blocks lie whole in slabs of one format, and the first and the newest block of a sequence are native
-in every policy: `num_sequences_in_blocks` counts so. What a worker measures when it starts (activations, graphs, the
-driver) and the blocks that a scheduler keeps in reserve are taken off neither.
+is an upper bound. Blocks lie whole in slabs of one format, and of a sequence the first block, the newest full one and
+the one being filled are native in every policy: `num_sequences_in_blocks` counts so. What a worker measures when it
+starts (activations, graphs, the driver) and the blocks that a scheduler keeps in reserve are taken off neither.
 """
 
 from bisect import bisect_left
@@ -16,7 +16,7 @@ from worker_svc.errors import OutOfMemoryAtStartError, StartupError
 from worker_svc.plan.settings import PlanSettings
 from worker_svc.plan.shape import ModelShape
 
-NATIVE_BLOCKS_PER_SEQUENCE = 2
+NATIVE_FULL_BLOCKS = 2  # of a sequence: the first and the newest
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +82,9 @@ class FormatPlan:
 
     def num_sequences_in_blocks(self, num_tokens: int) -> int:
         """Return how many sequences of this very length fit in whole blocks, each with its native ones."""
-        blocks = -(-num_tokens // self.arena.layout.block_size)
-        num_native = min(NATIVE_BLOCKS_PER_SEQUENCE, blocks)
+        full, rest_tokens = divmod(num_tokens, self.arena.layout.block_size)
+        blocks = full + (rest_tokens > 0)
+        num_native = blocks - full + min(NATIVE_FULL_BLOCKS, full)
         if self.fmt is Format.NATIVE:
             return self.num_blocks // blocks
 

@@ -52,7 +52,7 @@ def to_table(plan: MemoryPlan) -> str:
     ]
     notes = [
         f"sequences: what is there for KV / (KV a token x {length:,}).",
-        f"in whole blocks: sequences of {length:,} tokens in slabs, the first and the newest block of each native.",
+        f"in whole blocks: sequences of {length:,} tokens in slabs, with the blocks that every policy keeps native.",
         "Activations, graphs, the driver and what the scheduler keeps in reserve come off both.",
     ]
     return "\n".join([*_headline(plan), "", *_align([header, *rows]), "", *notes])

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from kernels.formats import Format
+from scheduler_svc.core.precision import policy_of_dtype
 from tests.worker.models.checkpoints import save
 from tests.worker.plan.cases import (
     GIB,
@@ -113,14 +114,14 @@ def test_a_sequence_begins_a_block_with_its_first_token() -> None:
 
 
 @pytest.mark.parametrize("fmt", NARROW_FORMATS)
-@pytest.mark.parametrize("num_tokens", [16, 32, 33, 512, 2048, 20_000])
-def test_two_blocks_of_a_sequence_are_native_in_every_format(fmt: Format, num_tokens: int) -> None:
+@pytest.mark.parametrize("num_tokens", [8, 16, 32, 33, 512, 2048, 20_001])
+def test_blocks_of_a_sequence_that_its_policy_keeps_native_count_as_that(fmt: Format, num_tokens: int) -> None:
     plan = plan_in(make_plan(LLAMA_2_70B, "--kv-cache-memory", "64GiB"), fmt)
     num_sequences = plan.num_sequences_in_blocks(num_tokens)
 
     def num_slabs(num_sequences: int) -> int:
-        blocks = -(-num_tokens // 16)
-        num_native = min(2, blocks)
+        blocks, full = -(-num_tokens // 16), num_tokens // 16
+        num_native = policy_of_dtype(fmt.name.lower()).count_formats(0, blocks, full)[Format.NATIVE]
         native_slabs = -(-num_sequences * num_native // 16)
         return native_slabs - (-num_sequences * (blocks - num_native) // plan.blocks_per_slab)
 
