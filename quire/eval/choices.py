@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 from quire.eval.items import LETTERS, Item
-from quire.eval.loading import TextCodec, check_length
+from quire.eval.loading import LoadedModel, TextCodec, check_length
 from quire.eval.paged import PagedRows, Row
 from quire.eval.results import Part, digest
 from quire.eval.session import Session, progress_bar
@@ -64,12 +64,17 @@ def make_question(item: Item, examples: Sequence[Item], style: AnswerStyle, code
     return Question(texts[0][:num_shared], endings, item.answer_idx)
 
 
+def check_questions(model: LoadedModel, items: Sequence[Item], examples: Sequence[Item], style: AnswerStyle) -> None:
+    """Raise EvalMistakeError where an item with its examples outgrows the model."""
+    num_tokens = max(make_question(item, examples, style, model.codec).num_tokens for item in items)
+    check_length(model, num_tokens, "--items with --examples")
+
+
 def measure_choices(
     session: Session, items: Sequence[Item], examples: Sequence[Item], style: AnswerStyle
 ) -> dict[str, list[int]]:
-    """Return for each policy, by its tiers, the choice it makes for each item. Raises EvalMistakeError."""
+    """Return for each policy, by its tiers, the choice it makes for each item."""
     questions = [make_question(item, examples, style, session.model.codec) for item in items]
-    check_length(session.model, max(each.num_tokens for each in questions), "--items with --examples")
     conditions = session.conditions(questions=digest([asdict(each) for each in questions]), answers=style)
     units = [f"item {item_idx}" for item_idx in range(len(items))]
     due = [session.missing(_TASK, unit, conditions) for unit in units]

@@ -12,7 +12,6 @@ from importlib.util import find_spec
 import torch
 
 from quire.eval.errors import EvalMistakeError
-from quire.eval.loading import check_length
 from quire.eval.paged import PagedRows
 from quire.eval.results import Part, digest
 from quire.eval.session import Session, progress_bar
@@ -86,8 +85,7 @@ def generate(
 
 
 def measure_generation(session: Session, prompts: Sequence[Sequence[int]], max_tokens: int) -> dict[str, Generated]:
-    """Return each policy's continuations of the prompts, by its tiers. Raises EvalMistakeError."""
-    check_length(session.model, len(prompts[0]) + max_tokens, "--prompt-tokens and --output-tokens")
+    """Return each policy's continuations of the prompts, by its tiers."""
     eos_token_ids = frozenset(session.model.config.eos_token_ids)
     conditions = session.conditions(
         prompts=digest([list(prompt) for prompt in prompts]), output_tokens=max_tokens, threads=torch.get_num_threads()

@@ -8,7 +8,7 @@ from pathlib import Path
 from quire.eval.errors import EvalMistakeError
 from quire.eval.files import read_json_lines
 from quire.eval.generation import generate
-from quire.eval.loading import TextCodec, check_length
+from quire.eval.loading import LoadedModel, TextCodec, check_length
 from quire.eval.policies import NamedPolicy
 from quire.eval.results import Part, digest
 from quire.eval.sandbox import Outcome, Sandbox
@@ -49,13 +49,17 @@ def read_problems(path: Path, flag: str) -> list[Problem]:
     return problems
 
 
+def check_problems(model: LoadedModel, problems: Sequence[Problem], max_tokens: int) -> None:
+    """Raise EvalMistakeError where a problem with its solution outgrows the model."""
+    num_tokens = max(len(_prompt(problem, model.codec)) for problem in problems) + max_tokens
+    check_length(model, num_tokens, "--humaneval with --humaneval-tokens")
+
+
 def measure_humaneval(
     session: Session, problems: Sequence[Problem], max_tokens: int, sandbox: Sandbox
 ) -> dict[str, list[Outcome]]:
-    """Return how each problem's solution ended under each policy, by its tiers. Raises EvalMistakeError."""
-    codec = session.model.codec
-    prompts = [[*codec.prefix, *codec.encode(problem.prompt)] for problem in problems]
-    check_length(session.model, max(map(len, prompts)) + max_tokens, "--humaneval with --humaneval-tokens")
+    """Return how each problem's solution ended under each policy, by its tiers."""
+    prompts = [_prompt(problem, session.model.codec) for problem in problems]
     conditions = session.conditions(
         max_tokens=max_tokens, seconds=sandbox.cpu_seconds, memory_bytes=sandbox.memory_bytes
     )
@@ -86,6 +90,10 @@ def measure_humaneval(
 def cut_completion(text: str) -> str:
     """Return a completion up to where something other than the function's body begins."""
     return text[: min((place for stop in _STOPS if (place := text.find(stop)) >= 0), default=len(text))]
+
+
+def _prompt(problem: Problem, codec: TextCodec) -> list[int]:
+    return [*codec.prefix, *codec.encode(problem.prompt)]
 
 
 def _complete(session: Session, prompts: Sequence[tuple[NamedPolicy, Sequence[int]]], max_tokens: int) -> list[str]:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from quire.eval.choices import measure_choices
+from quire.eval.choices import check_questions, measure_choices
 from quire.eval.files import DATA_FOLDER, read_text
 from quire.eval.generation import (
     Generated,
@@ -12,7 +12,7 @@ from quire.eval.generation import (
     missing_overlap_packages,
     overlap,
 )
-from quire.eval.humaneval import Problem, measure_humaneval, read_problems
+from quire.eval.humaneval import Problem, check_problems, measure_humaneval, read_problems
 from quire.eval.items import Item, read_items
 from quire.eval.loading import TextCodec, check_length, load_model, use_threads
 from quire.eval.policies import NATIVE, NamedPolicy
@@ -22,7 +22,7 @@ from quire.eval.session import Session
 from quire.eval.settings import EvalSettings
 from quire.eval.sizes import LENGTHS_TOKENS, KVShape, native_ratio, pool_blocks, sequence_bytes
 from quire.eval.summary import PolicySummary
-from quire.eval.text import TextScore, measure_text
+from quire.eval.text import TextScore, check_text, measure_text
 from worker_svc.loader.resolve import Progress
 
 _SHIPPED_TEXT = DATA_FOLDER / "text.txt"
@@ -93,15 +93,27 @@ def evaluate(settings: EvalSettings, policies: list[NamedPolicy], progress: Prog
 
 def _run_tasks(session: Session, settings: EvalSettings, inputs: Inputs, sandbox: Sandbox | None) -> Figures:
     tasks = settings.task_names
-    token_ids = session.model.codec.encode(inputs.text)[: settings.text_tokens]
+    model, prefix = session.model, session.model.codec.prefix
+    token_ids = model.codec.encode(inputs.text)[: settings.text_tokens]
+    prompts: list[list[int]] = []
     figures = Figures({}, {}, {}, {})
+    # A mistake is found before hours of measuring.
     if "text" in tasks:
-        check_length(session.model, settings.window_tokens + len(session.model.codec.prefix), "--window-tokens")
+        check_length(model, settings.window_tokens + len(prefix), "--window-tokens")
+        check_text(token_ids, "--text")
+    if "choices" in tasks:
+        check_questions(model, inputs.items, inputs.examples, settings.answers)
+    if "generation" in tasks:
+        pieces = cut_prompts(token_ids, settings.num_prompts, settings.prompt_tokens)
+        prompts = [[*prefix, *piece] for piece in pieces]
+        check_length(model, len(prompts[0]) + settings.output_tokens, "--prompt-tokens and --output-tokens")
+    if sandbox is not None:
+        check_problems(model, inputs.problems, settings.humaneval_tokens)
+    if "text" in tasks:
         figures.text.update(measure_text(session, token_ids, settings.window_tokens))
     if "choices" in tasks:
         figures.choices.update(measure_choices(session, inputs.items, inputs.examples, settings.answers))
     if "generation" in tasks:
-        prompts = cut_prompts(token_ids, settings.num_prompts, settings.prompt_tokens)
         figures.generation.update(measure_generation(session, prompts, settings.output_tokens))
     if sandbox is not None:
         figures.humaneval.update(measure_humaneval(session, inputs.problems, settings.humaneval_tokens, sandbox))

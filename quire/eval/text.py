@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, fields
 import torch
 from torch import Tensor
 
+from quire.eval.errors import EvalMistakeError
 from quire.eval.paged import PagedRows
 from quire.eval.results import Part, digest
 from quire.eval.session import Session, progress_bar
@@ -50,6 +51,12 @@ class TextScore:
         return self.num_agreed / self.num_tokens
 
 
+def check_text(token_ids: Sequence[int], flag: str) -> None:
+    """Raise EvalMistakeError where nothing of a text can be predicted from what is before it."""
+    if len(token_ids) < 2:
+        raise EvalMistakeError(f"{flag}: the text has {len(token_ids)} tokens, 2 are the least")
+
+
 def cut_windows(token_ids: Sequence[int], window_tokens: int) -> list[Sequence[int]]:
     """Return the windows: `window_tokens` and the token after them, which is the next one's first."""
     return [token_ids[begin : begin + window_tokens + 1] for begin in range(0, len(token_ids) - 1, window_tokens)]
@@ -64,12 +71,13 @@ def score_windows(
 ) -> list[list[TextScore]]:
     """Return each window's score under each policy, the first of which is native: what the others are compared with.
 
-    `prefix` comes before each window and is not scored. `on_tokens` is told how many tokens a step computed.
+    `prefix` comes before each window. Neither it nor a window's first token, the last of the window before, is scored.
+    `on_tokens` is told how many tokens a step computed.
     """
     assert not policies[0].narrowing, "the first policy is native"
     started = [[rows.start(policy) for policy in policies] for _ in windows]
     feeds = [(row, [*prefix, *window[:-1]]) for window, group in zip(windows, started, strict=True) for row in group]
-    targets = [torch.tensor([*prefix[1:], *window]) if prefix else torch.tensor(window[1:]) for window in windows]
+    targets = [torch.tensor([*prefix, *window][1:]) for window in windows]
     scores = [[TextScore()] * len(policies) for _ in windows]
     begins = [0] * len(windows)
     for hidden in rows.run(feeds):
@@ -77,7 +85,7 @@ def score_windows(
             chunks = hidden[window_idx * len(policies) : (window_idx + 1) * len(policies)]
             begin, num_tokens = begins[window_idx], len(chunks[0])
             begins[window_idx] += num_tokens
-            skipped = min(num_tokens, max(0, len(prefix) - 1 - begin)) if prefix else 0
+            skipped = min(num_tokens, max(0, len(prefix) - begin))
             if num_tokens > skipped:
                 expected = targets[window_idx][begin + skipped : begin + num_tokens]
                 gained = _score_chunks(rows, [chunk[skipped:] for chunk in chunks], expected)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quire.eval import choices
-from quire.eval.choices import AnswerStyle, make_question, measure_choices
+from quire.eval.choices import AnswerStyle, check_questions, make_question, measure_choices
 from quire.eval.errors import EvalMistakeError
 from quire.eval.items import Item
 from quire.eval.results import Results
@@ -93,4 +93,4 @@ def test_items_that_were_measured_are_not_measured_again(
 def test_prompt_longer_than_the_model_is_refused(tiny: Tiny) -> None:
     long = Item("very " * 60 + "long?", ("yes", "no"), 0)
     with pytest.raises(EvalMistakeError, match="and the model was made for 256"):
-        measure_choices(tiny.session("int8"), [long], EXAMPLES, "text")
+        check_questions(tiny.model, [long], EXAMPLES, "text")

@@ -34,9 +34,9 @@ def test_native_is_what_transformers_computes(name: str, num_tokens: int, tmp_pa
 def test_prefix_is_seen_and_not_scored(tiny: Tiny, prefix: tuple[int, ...]) -> None:
     (native,) = score(tiny, TOKENS[:40], "native", prefix=prefix)
     logits = tiny.saved.expected_logits([*prefix, *TOKENS[:39]]).double()
-    log_probs = torch.log_softmax(logits[len(prefix) - 1 :], dim=-1)
-    assert native.num_tokens == 40  # the prefix predicts the first
-    assert native.nll_nats == pytest.approx(-float(log_probs[range(40), TOKENS[:40]].sum()), rel=1e-5)
+    log_probs = torch.log_softmax(logits[len(prefix) :], dim=-1)
+    assert native.num_tokens == 39  # the window before predicts the first
+    assert native.nll_nats == pytest.approx(-float(log_probs[range(39), TOKENS[1:40]].sum()), rel=1e-5)
 
 
 def test_narrower_formats_cost_more(tiny: Tiny) -> None:
