@@ -17,7 +17,7 @@ import httpx
 from bench.cell_parts import FAULTS, CellParts
 from bench.client import find_model
 from bench.compare import CompareSettings, run_comparison
-from bench.report import Finding, at_most, percentile, say
+from bench.report import Finding, never, percentile, say
 from protos import scheduler_pb2
 
 DURATION_S = 600.0
@@ -202,10 +202,10 @@ async def measure(settings: CompareSettings, repeats: int) -> list[Finding]:
         for line in (*outcome.errors[:5], *outcome.wrong_texts[:5]):
             say(line)
         findings += [
-            at_most("errors that clients saw", [float(len(outcome.errors))], 0, "errors"),
-            at_most("texts that differ from an undisturbed run", [float(len(outcome.wrong_texts))], 0, "texts"),
-            at_most("streams with a token missing or twice", [float(outcome.num_wrong_counts)], 0, "streams"),
-            at_most("blocks lost", [abs(float(lost))], 0, "blocks"),
+            never("errors that clients saw", [float(len(outcome.errors))], "errors"),
+            never("texts that differ from an undisturbed run", [float(len(outcome.wrong_texts))], "texts"),
+            never("streams with a token missing or twice", [float(outcome.num_wrong_counts)], "streams"),
+            never("blocks lost", [abs(float(lost))], "blocks"),
         ]
     return findings
 

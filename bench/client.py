@@ -60,11 +60,12 @@ class Server:
     model: str
     api_key: str = ""
     ignore_eos: bool = True
+    chat: bool = False  # ask for chat completions, with the prompt, a text, as the only message
     tenant: str = ""  # for whom Quire without API keys takes the client
 
     def client(self) -> aiohttp.ClientSession:
         """Return an HTTP client with as many connections as it takes, and no limit on how long an answer takes."""
-        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        headers = bearer(self.api_key)
         if self.tenant:
             headers["X-Quire-Tenant"] = self.tenant
         return aiohttp.ClientSession(
@@ -73,12 +74,18 @@ class Server:
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
         )
 
+    @property
+    def path(self) -> str:
+        """Where requests go."""
+        return "/v1/chat/completions" if self.chat else "/v1/completions"
+
     def body(self, job: Job) -> dict[str, Any]:
-        """Return the completion request of a job."""
+        """Return the request of a job."""
         extensions = {"ignore_eos": True} if self.ignore_eos else {}
+        prompt = {"messages": [{"role": "user", "content": job.prompt}]} if self.chat else {"prompt": job.prompt}
         return {
             "model": self.model,
-            "prompt": job.prompt,
+            **prompt,
             "max_tokens": job.num_output_tokens,
             "temperature": 0,
             "stream": True,
@@ -87,13 +94,24 @@ class Server:
         }
 
 
-async def find_model(url: str) -> str:
-    """Return the name of the first model that the server offers."""
+def bearer(api_key: str) -> dict[str, str]:
+    """Return the headers that carry a key, where there is one."""
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+
+async def find_model(url: str, api_key: str = "") -> str:
+    """Return the name of the first model that the server offers. Raises ServerError."""
     timeout = aiohttp.ClientTimeout(CONNECT_TIMEOUT_S)
-    async with aiohttp.ClientSession(timeout=timeout) as client, client.get(f"{url}/v1/models") as response:
-        response.raise_for_status()
-        name: str = (await response.json())["data"][0]["id"]
-        return name
+    try:
+        async with (
+            aiohttp.ClientSession(headers=bearer(api_key), timeout=timeout) as client,
+            client.get(f"{url}/v1/models") as response,
+        ):
+            response.raise_for_status()
+            name: str = (await response.json())["data"][0]["id"]
+            return name
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise ServerError(f"{url}/v1/models: {type(error).__name__}: {error}") from error
 
 
 async def events(client: aiohttp.ClientSession, server: Server, job: Job) -> AsyncGenerator[dict[str, Any]]:
@@ -102,7 +120,7 @@ async def events(client: aiohttp.ClientSession, server: Server, job: Job) -> Asy
     The connection is closed when the reader leaves, for which it closes this generator.
     """
     try:
-        async with client.post(f"{server.url}/v1/completions", json=server.body(job)) as response:
+        async with client.post(server.url + server.path, json=server.body(job)) as response:
             if response.status != 200:
                 raise ServerError(f"status {response.status}: {await response.text(errors='replace')}")
             async for line in response.content:
@@ -121,7 +139,7 @@ async def send(client: aiohttp.ClientSession, server: Server, job: Job) -> Timin
     async with aclosing(events(client, server, job)) as stream:
         async for event in stream:
             choices = event.get("choices") or []
-            if any(choice.get("text") or choice.get("finish_reason") for choice in choices):
+            if any(_text_of(choice) or choice.get("finish_reason") for choice in choices):
                 timing.chunk_times_s.append(time.perf_counter())
             if usage := event.get("usage"):
                 timing.num_prompt_tokens = usage["prompt_tokens"]
@@ -132,27 +150,51 @@ async def send(client: aiohttp.ClientSession, server: Server, job: Job) -> Timin
     return timing
 
 
-async def run_closed_loop(server: Server, jobs: Sequence[Job], concurrency: int) -> list[Timing]:
-    """Send the jobs in order, `concurrency` at once: when one ends the next begins. Timings are in the jobs' order."""
+def _text_of(choice: dict[str, Any]) -> str:
+    """Return the text that a chunk adds to a choice, of a completion or of a chat."""
+    return choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+
+
+async def run_closed_loop(
+    server: Server, jobs: Sequence[Job], concurrency: int, failures: list[ServerError] | None = None
+) -> list[Timing]:
+    """Send the jobs in order, `concurrency` at once: when one ends the next begins. Timings are in the jobs' order.
+
+    What fails is appended to `failures`, where that is given, and has no timing; else it ends all.
+    """
     gate = asyncio.Semaphore(concurrency)
 
-    async def send_when_free(client: aiohttp.ClientSession, job: Job) -> Timing:
+    async def send_when_free(client: aiohttp.ClientSession, job: Job) -> Timing | None:
         async with gate:
-            return await send(client, server, job)
+            return await _send_or_note(client, server, job, failures)
 
     async with server.client() as client, asyncio.TaskGroup() as group:
         tasks = [group.create_task(send_when_free(client, job)) for job in jobs]
         await asyncio.wait(tasks)
-    return [task.result() for task in tasks]
+    return [timing for task in tasks if (timing := task.result()) is not None]
 
 
-async def run_open_loop(server: Server, jobs: Sequence[Job], requests_per_s: float, seed: int) -> list[Timing]:
-    """Send the jobs at the times of a Poisson process, however many are under way. Timings are in the jobs' order."""
+async def run_open_loop(
+    server: Server, jobs: Sequence[Job], requests_per_s: float, seed: int, failures: list[ServerError] | None = None
+) -> list[Timing]:
+    """Send the jobs at the times of a Poisson process, however many are under way; see `run_closed_loop`."""
     rng = random.Random(seed)
     async with server.client() as client, asyncio.TaskGroup() as group:
         tasks = []
         for job in jobs:
-            tasks.append(group.create_task(send(client, server, job)))
+            tasks.append(group.create_task(_send_or_note(client, server, job, failures)))
             await asyncio.sleep(rng.expovariate(requests_per_s))
         await asyncio.wait(tasks)
-    return [task.result() for task in tasks]
+    return [timing for task in tasks if (timing := task.result()) is not None]
+
+
+async def _send_or_note(
+    client: aiohttp.ClientSession, server: Server, job: Job, failures: list[ServerError] | None
+) -> Timing | None:
+    try:
+        return await send(client, server, job)
+    except ServerError as error:
+        if failures is None:
+            raise
+        failures.append(error)
+        return None

@@ -18,7 +18,9 @@ from bench.report import Finding, say
 class CompareSettings(BaseSettings):
     """Flags of a comparison."""
 
-    model_config = SettingsConfigDict(frozen=True, cli_kebab_case=True, cli_implicit_flags=True)
+    model_config = SettingsConfigDict(
+        env_prefix="QUIRE_BENCH_", frozen=True, cli_kebab_case=True, cli_implicit_flags=True
+    )
 
     repeats: int = Field(
         0, ge=0, description="times that both sides run in turn; 0: as many as the script thinks right"

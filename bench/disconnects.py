@@ -12,7 +12,7 @@ import aiohttp
 from bench.cell import Cell
 from bench.client import Server, events, find_model
 from bench.compare import CompareSettings, run_comparison
-from bench.report import Finding, at_most, say
+from bench.report import Finding, at_most, never, say
 from bench.workload import Job, Lengths, Workload
 from protos.scheduler_pb2 import CellStats
 
@@ -71,8 +71,8 @@ async def measure(settings: CompareSettings, repeats: int) -> list[Finding]:
             say(line)
     return [
         at_most("seconds from the last stream's end to an idle cell", idle_s, LIMIT_S, "s"),
-        at_most("blocks that did not come back", lost_blocks, 0, "blocks"),
-        at_most("warnings and errors in the logs", [float(len(severe))], 0, "lines"),
+        never("blocks that did not come back", lost_blocks, "blocks"),
+        never("warnings and errors in the logs", [float(len(severe))], "lines"),
     ]
 
 

@@ -16,7 +16,7 @@ from bench.cell import ROOT, Cell, model_folder
 from bench.client import find_model
 from bench.compare import CompareSettings, run_comparison
 from bench.padded import generate_padded, load_reference
-from bench.report import Finding, at_least, at_most, say
+from bench.report import Finding, at_least, never, say
 
 PROMPT_TOKENS = (10, 16, 17, 31, 48, 64, 90, 128, 150, 200, 256, 300, 384, 450, 512, 700, 900, 1024, 1300, 1500)
 OUTPUT_TOKENS = 64
@@ -31,7 +31,7 @@ class Exchange:
 
     prompt: list[int]
     expected_token_ids: list[int]
-    expected_text: str
+    expected_text: str  # special tokens included
 
 
 def prompts_of(tokenizer: Tokenizer, lengths: Sequence[int]) -> list[list[int]]:
@@ -50,7 +50,7 @@ def reference_exchanges(model: str, prompt_lengths: Sequence[int], num_output_to
     for start in range(0, len(prompts), REFERENCE_BATCH):
         batch = prompts[start : start + REFERENCE_BATCH]
         for prompt, token_ids in zip(batch, generate_padded(reference, batch, num_output_tokens), strict=True):
-            exchanges.append(Exchange(prompt, token_ids, tokenizer.decode(token_ids)))
+            exchanges.append(Exchange(prompt, token_ids, tokenizer.decode(token_ids, skip_special_tokens=False)))
     return exchanges
 
 
@@ -62,6 +62,7 @@ def completion_body(model: str, exchange: Exchange, cache_salt: str) -> dict[str
         "max_tokens": len(exchange.expected_token_ids),
         "temperature": 0,
         "ignore_eos": True,
+        "skip_special_tokens": False,
         "cache_salt": cache_salt,
     }
 
@@ -75,7 +76,9 @@ async def num_differing(cell: Cell, exchanges: Sequence[Exchange], cache_salt: s
         async with gate:
             response = await client.post("/v1/completions", json=completion_body(model, exchange, cache_salt))
             response.raise_for_status()
-            return bool(response.json()["choices"][0]["text"] != exchange.expected_text)
+            answer = response.json()
+            text, num_tokens = answer["choices"][0]["text"], answer["usage"]["completion_tokens"]
+            return bool((text, num_tokens) != (exchange.expected_text, len(exchange.expected_token_ids)))
 
     async with httpx.AsyncClient(base_url=cell.url, timeout=None) as client:
         return sum(await asyncio.gather(*(differs(client, exchange) for exchange in exchanges)))
@@ -93,10 +96,10 @@ async def measure(settings: CompareSettings, repeats: int) -> list[Finding]:
             ("all together, prefix cache warm", "together", len(exchanges)),
         ):
             differing = await num_differing(cell, exchanges, salt, at_once)
-            findings.append(at_most(f"texts that differ from transformers', {name}", [differing], 0, "texts"))
+            findings.append(never(f"texts that differ from transformers', {name}", [differing], "texts"))
     with Cell(model=settings.model, dtype="float32", kv_cache_memory=SCARCE_KV_MEMORY) as cell:
         differing = await num_differing(cell, exchanges, "scarce", len(exchanges))
-        findings.append(at_most("texts that differ from transformers', with preemption", [differing], 0, "texts"))
+        findings.append(never("texts that differ from transformers', with preemption", [differing], "texts"))
         findings.append(at_least("preemptions in that run", [cell.stats().num_preemptions_total], 1, "preemptions"))
     return findings
 

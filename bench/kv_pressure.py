@@ -8,7 +8,7 @@ from bench.cell import Cell
 from bench.client import Server, Timing, find_model, run_closed_loop
 from bench.compare import CompareSettings, run_comparison
 from bench.kv_capacity import BLOCK_BYTES, BLOCK_SIZE, VOCAB_SIZE
-from bench.report import Finding, LoadFigures, at_least, at_most, percentile, say
+from bench.report import Finding, LoadFigures, at_least, at_most, never, percentile, say
 from bench.watch import Watch
 from bench.workload import Lengths, Workload
 from protos import scheduler_pb2
@@ -82,7 +82,7 @@ async def measure(settings: CompareSettings, repeats: int) -> list[Finding]:
     pairs = list(zip(rates["ladder"], rates["preemption"], strict=True))
     late_pairs = list(zip(latencies["ladder"], latencies["preemption"], strict=True))
     return [
-        at_most("preemptions with the ladder", preemptions, 0, "preemptions"),
+        never("preemptions with the ladder", preemptions, "preemptions"),
         at_least("tokens/s, ladder / preemption", [ladder / other for ladder, other in pairs], 1.0),
         at_most("latency p99, ladder / preemption", [ladder / other for ladder, other in late_pairs], 1.0),
     ]

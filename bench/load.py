@@ -1,7 +1,8 @@
 """A load generator for any OpenAI-compatible server: `python -m bench.load --url http://localhost:8000`.
 
-Streams of completions at a fixed concurrency, or at the random times of a request rate; prompts and output lengths from
-distributions; shared prefixes. The same seed sends the same requests. Prints a table, and JSON with --json.
+Streams of completions or of chats at a fixed concurrency, or at the random times of a request rate; prompts and output
+lengths from distributions; shared prefixes. The same seed sends the same requests. Prints a table, or writes JSON. Ends
+with exit code 1 when requests failed; the figures are those of the others.
 """
 
 import asyncio
@@ -9,10 +10,10 @@ import sys
 from pathlib import Path
 
 import uvloop
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
 
-from bench.client import Server, find_model, run_closed_loop, run_open_loop
+from bench.client import Server, ServerError, find_model, run_closed_loop, run_open_loop
 from bench.report import LoadFigures, say
 from bench.workload import Lengths, Workload
 
@@ -21,12 +22,17 @@ class LoadSettings(BaseSettings):
     """Flags of the load generator. Lengths are N, LOW:HIGH (uniform) or LOW:HIGH:log (uniform in the logarithm)."""
 
     model_config = SettingsConfigDict(
-        frozen=True, cli_prog_name="python -m bench.load", cli_kebab_case=True, cli_implicit_flags=True
+        env_prefix="QUIRE_LOAD_",
+        frozen=True,
+        cli_prog_name="python -m bench.load",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
     )
 
     url: str = Field("http://localhost:8000", description="server, without /v1")
     model: str = Field("", description="model name; empty: the first one that the server offers")
     api_key: str = Field("", description="bearer token")
+    chat: bool = Field(False, description="send chat completions, with the prompt as the only message")
     num_requests: int = Field(64, ge=1, description="requests")
     concurrency: int = Field(8, ge=1, description="requests at once; not used with --request-rate")
     request_rate: float = Field(0.0, ge=0, description="requests a second, at random times; 0: use --concurrency")
@@ -56,6 +62,12 @@ class LoadSettings(BaseSettings):
         Lengths.parse(value)
         return value
 
+    @model_validator(mode="after")
+    def _check_chat(self) -> "LoadSettings":
+        if self.chat and self.vocab_size:
+            raise ValueError("--chat and --vocab-size: a message is text")
+        return self
+
     def workload(self) -> Workload:
         """Return what the flags describe."""
         return Workload(
@@ -68,28 +80,36 @@ class LoadSettings(BaseSettings):
         )
 
 
-async def run(settings: LoadSettings) -> LoadFigures:
-    """Send the load and return its figures."""
-    model = settings.model or await find_model(settings.url)
-    server = Server(settings.url, model, settings.api_key, settings.ignore_eos)
+async def run(settings: LoadSettings) -> tuple[LoadFigures, list[ServerError]]:
+    """Send the load; return its figures, and what failed. Raises ServerError when no request was answered."""
+    model = settings.model or await find_model(settings.url, settings.api_key)
+    server = Server(settings.url, model, settings.api_key, settings.ignore_eos, settings.chat)
     jobs = settings.workload().jobs(settings.seed)
+    failures: list[ServerError] = []
     if settings.request_rate:
-        return LoadFigures.of(await run_open_loop(server, jobs, settings.request_rate, settings.seed))
-    return LoadFigures.of(await run_closed_loop(server, jobs, settings.concurrency))
+        timings = await run_open_loop(server, jobs, settings.request_rate, settings.seed, failures)
+    else:
+        timings = await run_closed_loop(server, jobs, settings.concurrency, failures)
+    if not timings:
+        raise ServerError(f"all {len(failures)} requests failed, the first with {failures[0]}")
+    return LoadFigures.of(timings, len(failures)), failures
 
 
 def main() -> int:
-    """Run one load from the command line."""
+    """Run one load from the command line; return the exit code."""
     settings = CliApp.run(LoadSettings)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        figures = runner.run(run(settings))
-    if settings.json_path == "-":
-        say(figures.as_json())
-        return 0
-    say(figures.as_table())
-    if settings.json_path:
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            figures, failures = runner.run(run(settings))
+    except ServerError as error:
+        print(f"bench.load: {error}", file=sys.stderr)
+        return 1
+    say(figures.as_json() if settings.json_path == "-" else figures.as_table())
+    if settings.json_path not in ("", "-"):
         Path(settings.json_path).write_text(figures.as_json() + "\n")
-    return 0
+    for failure in dict.fromkeys(map(str, failures)):
+        print(f"bench.load: failed: {failure}", file=sys.stderr)
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

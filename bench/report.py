@@ -23,7 +23,8 @@ def percentile(values: Sequence[float], share: float) -> float:
 class LoadFigures:
     """One load in figures; times in milliseconds."""
 
-    num_requests: int
+    num_requests: int  # that were answered
+    num_failed: int
     duration_s: float
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -37,8 +38,11 @@ class LoadFigures:
     itl_p99_ms: float
 
     @classmethod
-    def of(cls, timings: Sequence[Timing]) -> "LoadFigures":
-        """Return the figures of a load's timings; its duration is from the first request to the last token."""
+    def of(cls, timings: Sequence[Timing], num_failed: int = 0) -> "LoadFigures":
+        """Return the figures of a load's timings, of which there is one at least, beside requests that failed.
+
+        Its duration is from the first request to the last token.
+        """
         duration_s = max(t.chunk_times_s[-1] for t in timings) - min(t.begin_s for t in timings)
         num_output_tokens = sum(t.num_output_tokens for t in timings)
         ttft = [t.ttft_s for t in timings]
@@ -46,6 +50,7 @@ class LoadFigures:
         itl = [gap for t in timings for gap in t.itl_s]
         return cls(
             num_requests=len(timings),
+            num_failed=num_failed,
             duration_s=duration_s,
             num_prompt_tokens=sum(t.num_prompt_tokens for t in timings),
             num_cached_tokens=sum(t.num_cached_tokens for t in timings),
@@ -66,7 +71,7 @@ class LoadFigures:
     def as_table(self) -> str:
         """Return the figures as a table for people."""
         rows = [
-            ("requests", f"{self.num_requests} in {self.duration_s:.1f} s"),
+            ("requests", f"{self.num_requests} in {self.duration_s:.1f} s, {self.num_failed} more failed"),
             ("prompt tokens", f"{self.num_prompt_tokens}, of these {self.num_cached_tokens} cached"),
             ("output tokens", f"{self.num_output_tokens}"),
             ("output tokens/s", f"{self.output_tokens_per_s:.1f}"),
@@ -100,18 +105,20 @@ class Finding:
     limit: float
     limit_is_upper: bool
     unit: str = "x"
+    every_time: bool = False  # else the median is what counts
 
     @property
     def holds(self) -> bool:
-        """Whether the median is within the limit."""
-        value = median(self.measured)
-        return value <= self.limit if self.limit_is_upper else value >= self.limit
+        """Whether what was measured is within the limit."""
+        values = self.measured if self.every_time else [median(self.measured)]
+        return all(value <= self.limit if self.limit_is_upper else value >= self.limit for value in values)
 
     def __str__(self) -> str:
         """Return one line."""
         sign = "<=" if self.limit_is_upper else ">="
+        when = " every time" if self.every_time else ""
         verdict = "holds" if self.holds else "MISSED"
-        return f"{self.name}: {spread(self.measured)} {self.unit}, claimed {sign} {self.limit:g}: {verdict}"
+        return f"{self.name}: {spread(self.measured)} {self.unit}, claimed {sign} {self.limit:g}{when}: {verdict}"
 
 
 def at_most(name: str, measured: Sequence[float], limit: float, unit: str = "x") -> Finding:
@@ -119,9 +126,16 @@ def at_most(name: str, measured: Sequence[float], limit: float, unit: str = "x")
     return Finding(name, measured, limit, limit_is_upper=True, unit=unit)
 
 
-def at_least(name: str, measured: Sequence[float], limit: float, unit: str = "x") -> Finding:
+def at_least(
+    name: str, measured: Sequence[float], limit: float, unit: str = "x", *, every_time: bool = False
+) -> Finding:
     """Return a finding whose claim is a lower limit."""
-    return Finding(name, measured, limit, limit_is_upper=False, unit=unit)
+    return Finding(name, measured, limit, limit_is_upper=False, unit=unit, every_time=every_time)
+
+
+def never(name: str, measured: Sequence[float], unit: str) -> Finding:
+    """Return a finding whose claim is that there are none of these, in no repeat."""
+    return Finding(name, measured, 0, limit_is_upper=True, unit=unit, every_time=True)
 
 
 Say = Callable[[str], None]

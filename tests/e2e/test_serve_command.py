@@ -1,5 +1,6 @@
 """`quire serve` from the outside: mistakes are one clear line and leave nothing running."""
 
+import re
 import socket
 import subprocess
 import sys
@@ -8,10 +9,13 @@ from pathlib import Path
 import psutil
 import pytest
 from openai import AuthenticationError, OpenAI
+from pydantic_settings import CLI_SUPPRESS
 
 from bench.cell import ROOT, Cell
 from quire.serve import device_of_worker, local_url
+from quire.settings import ServeSettings
 from tests.certificates import Authority
+from tests.e2e.test_load import load
 
 TIMEOUT_S = 120
 
@@ -103,6 +107,20 @@ def test_wrong_flag_is_named(flags: tuple[str, ...], names: str) -> None:
     assert_one_line(serve(*flags), 2, names)
 
 
+def test_help_shows_every_flag_with_what_it_is_and_its_default() -> None:
+    result = serve("--help")
+    assert (result.returncode, result.stderr) == (0, "")
+    shown = " ".join(result.stdout.split())
+    fields = {name: field for name, field in ServeSettings.model_fields.items() if CLI_SUPPRESS not in field.metadata}
+    assert {"model", "port", "max_num_seqs", "kv_cache_dtype"} <= fields.keys()
+    for name, field in fields.items():
+        flag = name.replace("_", "-")
+        assert field.description, flag
+        # A line that is too long may be broken behind a hyphen.
+        of_flag = rf"--{flag}[ ,].*?{re.escape(field.description)} \(default: ".replace("-", "-\\s?")
+        assert re.search(of_flag, shown), flag
+
+
 def test_ctrl_c_stops_every_process_with_exit_code_0() -> None:
     cell = Cell(kv_cache_memory="64MiB")
     processes = psutil.Process(cell.process.pid).children(recursive=True)
@@ -130,6 +148,8 @@ def test_cell_with_certificates_and_keys_answers_those_with_a_key(tmp_path: Path
             answer = client.completions.create(model=model, prompt="The capital of France is", max_tokens=4)
             assert answer.usage is not None
             assert answer.usage.completion_tokens == 4
+        loaded = load(cell.url, "--api-key", made.stdout.strip())
+        assert loaded.returncode == 0, loaded.stderr
         client = OpenAI(base_url=f"{cell.url}/v1", api_key="none", max_retries=0)
         with client, pytest.raises(AuthenticationError):
             client.models.list()
