@@ -13,7 +13,10 @@ fail() {
     exit 1
 }
 command -v apt-get >/dev/null || fail "install Redis 6.2 or newer and OpenSSL, there is no apt-get here"
-[ "$(id -u)" = 0 ] || fail "as root, apt-get install redis-server openssl"
+if [ "$(id -u)" != 0 ]; then
+    sudo -n true 2>/dev/null || fail "as root, apt-get install redis-server openssl"
+    exec sudo -n sh "$0"
+fi
 
 echo "Installing Debian's redis-server and openssl"
 policy=/usr/sbin/policy-rc.d

@@ -30,7 +30,7 @@ def test_stream_gives_the_same_text_in_pieces(client: OpenAI, model: str, exchan
             temperature=0,
             stream=True,
             stream_options={"include_usage": True},
-            extra_body={"ignore_eos": True},
+            extra_body={"ignore_eos": True, "skip_special_tokens": False},
         )
     )
     texts = [chunk.choices[0].text for chunk in chunks if chunk.choices]
@@ -59,7 +59,12 @@ def test_stop_string_ends_the_text_before_it(client: OpenAI, model: str, exchang
     words = exchange.expected_text.split(" ")
     stop = f" {words[4]} {words[5]}"
     answer = client.completions.create(
-        model=model, prompt=exchange.prompt, max_tokens=len(exchange.expected_token_ids), temperature=0, stop=[stop]
+        model=model,
+        prompt=exchange.prompt,
+        max_tokens=len(exchange.expected_token_ids),
+        temperature=0,
+        stop=[stop],
+        extra_body={"skip_special_tokens": False},
     )
     assert answer.choices[0].text == exchange.expected_text.partition(stop)[0]
     assert answer.choices[0].finish_reason == "stop"

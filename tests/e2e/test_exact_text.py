@@ -42,7 +42,7 @@ def test_worker_killed_in_the_middle_of_a_stream(
             max_tokens=len(exchange.expected_token_ids),
             temperature=0,
             stream=True,
-            extra_body={"ignore_eos": True, "cache_salt": "killed"},
+            extra_body={"ignore_eos": True, "skip_special_tokens": False, "cache_salt": "killed"},
         )
         texts = []
         for chunk in stream:
