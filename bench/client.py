@@ -52,6 +52,9 @@ class Timing:
         return [later - earlier for earlier, later in zip(self.chunk_times_s, self.chunk_times_s[1:], strict=False)]
 
 
+Outcome = Timing | ServerError
+
+
 @dataclass(frozen=True, slots=True)
 class Server:
     """Where jobs go. `ignore_eos` is an extension that Quire, vLLM and SGLang know: outputs get their full length."""
@@ -110,7 +113,7 @@ async def find_model(url: str, api_key: str = "") -> str:
             response.raise_for_status()
             name: str = (await response.json())["data"][0]["id"]
             return name
-    except (aiohttp.ClientError, TimeoutError) as error:
+    except (aiohttp.ClientError, TimeoutError, ValueError, LookupError) as error:
         raise ServerError(f"{url}/v1/models: {type(error).__name__}: {error}") from error
 
 
@@ -155,46 +158,44 @@ def _text_of(choice: dict[str, Any]) -> str:
     return choice.get("text") or (choice.get("delta") or {}).get("content") or ""
 
 
-async def run_closed_loop(
-    server: Server, jobs: Sequence[Job], concurrency: int, failures: list[ServerError] | None = None
-) -> list[Timing]:
-    """Send the jobs in order, `concurrency` at once: when one ends the next begins. Timings are in the jobs' order.
-
-    What fails is appended to `failures`, where that is given, and has no timing; else it ends all.
-    """
+async def try_closed_loop(server: Server, jobs: Sequence[Job], concurrency: int) -> list[Outcome]:
+    """Send the jobs in order, `concurrency` at once: when one ends the next begins. Return what came of each."""
     gate = asyncio.Semaphore(concurrency)
 
-    async def send_when_free(client: aiohttp.ClientSession, job: Job) -> Timing | None:
+    async def send_when_free(client: aiohttp.ClientSession, job: Job) -> Outcome:
         async with gate:
-            return await _send_or_note(client, server, job, failures)
+            return await _try_send(client, server, job)
 
     async with server.client() as client, asyncio.TaskGroup() as group:
         tasks = [group.create_task(send_when_free(client, job)) for job in jobs]
         await asyncio.wait(tasks)
-    return [timing for task in tasks if (timing := task.result()) is not None]
+    return [task.result() for task in tasks]
 
 
-async def run_open_loop(
-    server: Server, jobs: Sequence[Job], requests_per_s: float, seed: int, failures: list[ServerError] | None = None
-) -> list[Timing]:
-    """Send the jobs at the times of a Poisson process, however many are under way; see `run_closed_loop`."""
+async def try_open_loop(server: Server, jobs: Sequence[Job], requests_per_s: float, seed: int) -> list[Outcome]:
+    """Send the jobs at the times of a Poisson process, however many are under way. Return what came of each."""
     rng = random.Random(seed)
     async with server.client() as client, asyncio.TaskGroup() as group:
         tasks = []
         for job in jobs:
-            tasks.append(group.create_task(_send_or_note(client, server, job, failures)))
+            tasks.append(group.create_task(_try_send(client, server, job)))
             await asyncio.sleep(rng.expovariate(requests_per_s))
         await asyncio.wait(tasks)
-    return [timing for task in tasks if (timing := task.result()) is not None]
+    return [task.result() for task in tasks]
 
 
-async def _send_or_note(
-    client: aiohttp.ClientSession, server: Server, job: Job, failures: list[ServerError] | None
-) -> Timing | None:
+async def run_closed_loop(server: Server, jobs: Sequence[Job], concurrency: int) -> list[Timing]:
+    """Do as `try_closed_loop`; return the timings, in the jobs' order. Raises ServerError when a job failed."""
+    timings = []
+    for outcome in await try_closed_loop(server, jobs, concurrency):
+        if isinstance(outcome, ServerError):
+            raise outcome
+        timings.append(outcome)
+    return timings
+
+
+async def _try_send(client: aiohttp.ClientSession, server: Server, job: Job) -> Outcome:
     try:
         return await send(client, server, job)
     except ServerError as error:
-        if failures is None:
-            raise
-        failures.append(error)
-        return None
+        return error

@@ -13,7 +13,7 @@ import uvloop
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
 
-from bench.client import Server, ServerError, find_model, run_closed_loop, run_open_loop
+from bench.client import Server, ServerError, Timing, find_model, try_closed_loop, try_open_loop
 from bench.report import LoadFigures, say
 from bench.workload import Lengths, Workload
 
@@ -85,11 +85,12 @@ async def run(settings: LoadSettings) -> tuple[LoadFigures, list[ServerError]]:
     model = settings.model or await find_model(settings.url, settings.api_key)
     server = Server(settings.url, model, settings.api_key, settings.ignore_eos, settings.chat)
     jobs = settings.workload().jobs(settings.seed)
-    failures: list[ServerError] = []
     if settings.request_rate:
-        timings = await run_open_loop(server, jobs, settings.request_rate, settings.seed, failures)
+        outcomes = await try_open_loop(server, jobs, settings.request_rate, settings.seed)
     else:
-        timings = await run_closed_loop(server, jobs, settings.concurrency, failures)
+        outcomes = await try_closed_loop(server, jobs, settings.concurrency)
+    timings = [outcome for outcome in outcomes if isinstance(outcome, Timing)]
+    failures = [outcome for outcome in outcomes if isinstance(outcome, ServerError)]
     if not timings:
         raise ServerError(f"all {len(failures)} requests failed, the first with {failures[0]}")
     return LoadFigures.of(timings, len(failures)), failures

@@ -126,11 +126,14 @@ def at_most(name: str, measured: Sequence[float], limit: float, unit: str = "x")
     return Finding(name, measured, limit, limit_is_upper=True, unit=unit)
 
 
-def at_least(
-    name: str, measured: Sequence[float], limit: float, unit: str = "x", *, every_time: bool = False
-) -> Finding:
+def at_least(name: str, measured: Sequence[float], limit: float, unit: str = "x") -> Finding:
     """Return a finding whose claim is a lower limit."""
-    return Finding(name, measured, limit, limit_is_upper=False, unit=unit, every_time=every_time)
+    return Finding(name, measured, limit, limit_is_upper=False, unit=unit)
+
+
+def always_at_least(name: str, measured: Sequence[float], limit: float) -> Finding:
+    """Return a finding whose claim is a lower limit of every repeat."""
+    return Finding(name, measured, limit, limit_is_upper=False, every_time=True)
 
 
 def never(name: str, measured: Sequence[float], unit: str) -> Finding:

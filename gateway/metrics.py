@@ -37,6 +37,7 @@ _REQUEST_BUCKETS = (
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 _VLLM = "vllm:"
+_VLLM_ALIAS = "vllm:gpu_cache_usage_perc"  # an older name, for older dashboards
 _FINISHED_REASONS = ("stop", "length", "abort", "error")
 _FORMATS = [name.removeprefix("KV_FORMAT_").lower() for name in common_pb2.KvFormat.keys()]  # noqa: SIM118  # it is not a mapping
 
@@ -116,7 +117,7 @@ class CellCollector(Collector):
         num_serving = sum(not lane.draining for lane in stats.lanes)
         usage = _kv_usage(stats.lanes)
         yield self._gauge("vllm:kv_cache_usage_perc", "Share of KV blocks that sequences hold, 0 to 1.", usage)
-        yield self._gauge("vllm:gpu_cache_usage_perc", "The older name of vllm:kv_cache_usage_perc.", usage)
+        yield self._gauge(_VLLM_ALIAS, "The older name of vllm:kv_cache_usage_perc.", usage)
         yield self._gauge("quire_workers", "Workers that take requests.", num_serving)
         yield self._gauge("quire_scheduler_uptime_seconds", "Since the scheduler started.", stats.uptime_ms / 1000)
         yield from _lane_metrics(stats.lanes)
@@ -228,7 +229,7 @@ class BothNames(Collector):
         """Yield every metric."""
         for metric in self._registry.collect():
             yield metric
-            if metric.name.startswith(_VLLM):
+            if metric.name.startswith(_VLLM) and metric.name != _VLLM_ALIAS:
                 ours = Metric(_own_name(metric.name), metric.documentation, metric.type)
                 ours.samples = [sample._replace(name=_own_name(sample.name)) for sample in metric.samples]
                 yield ours

@@ -200,8 +200,9 @@ class GenerateRequest(_Body):
         self._check_beam_search()
         limit = self.output_limit
         if limit is not None and self.min_tokens > limit:
+            name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
             raise InvalidRequestError(
-                f"`min_tokens` ({self.min_tokens}) must not be greater than `max_tokens` ({limit}).", "min_tokens"
+                f"`min_tokens` ({self.min_tokens}) must not be greater than `{name}` ({limit}).", "min_tokens"
             )
         return self
 

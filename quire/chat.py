@@ -54,8 +54,9 @@ def _open(settings: ChatSettings, path: str, body: dict[str, Any] | None = None)
     try:
         return urllib.request.urlopen(urllib.request.Request(settings.url.rstrip("/") + path, data, headers))
     except urllib.error.HTTPError as error:
-        with error:
+        with error, contextlib.suppress(*_LOST):
             raise ChatError(f"the server refused: {error.read().decode(errors='replace')}") from None
+        raise ChatError(f"the server refused: {error}") from None
     except (*_LOST, ValueError) as error:
         reason = getattr(error, "reason", error)
         raise ChatError(f"no server at {settings.url}: {reason} (start one with: quire serve)") from None
@@ -70,7 +71,10 @@ def _lines(response: Any) -> Iterator[bytes]:
 def first_model(settings: ChatSettings) -> str:
     """Return the name of the first model that the server offers. Raises ChatError."""
     with _open(settings, "/v1/models") as response:
-        name: str = json.load(response)["data"][0]["id"]
+        try:
+            name: str = json.load(response)["data"][0]["id"]
+        except (*_LOST, ValueError, LookupError) as error:
+            raise ChatError(f"{settings.url} offers no model: {error!r} (--model names one)") from None
         return name
 
 
@@ -117,7 +121,8 @@ def _take_turn(settings: ChatSettings, model: str, messages: Messages) -> None:
             print(piece, end="", flush=True)
     except KeyboardInterrupt:
         pass
-    print()
+    finally:
+        print()
     messages.append({"role": "assistant", "content": "".join(pieces)})
 
 

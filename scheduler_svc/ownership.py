@@ -35,6 +35,7 @@ class Owned:
     submit: scheduler_pb2.Submit  # the newest
     unfinished: set[int]  # sequence indexes that still get a terminal run
     submitted_ms: int
+    was_let_in_before: bool  # by a scheduler before this one
     detached_since_ms: int | None = None
 
     @property

@@ -143,7 +143,7 @@ class SessionHub:
                 self._abandon(request_id, owned)
         for request_id, owned in list(self._held.items()):
             # What was let in before a restart waits as long as it would have without one: workers may be starting too.
-            if not owned.submit.is_resubmit and now_ms - owned.submitted_ms > timing.awaiting_model_ms:
+            if not owned.was_let_in_before and now_ms - owned.submitted_ms > timing.awaiting_model_ms:
                 self._end(request_id, SchedulerError(ErrorCode.UNAVAILABLE, "no worker has registered yet"))
 
     def restart_timers(self) -> None:
@@ -172,8 +172,14 @@ class SessionHub:
     def _submit(self, gateway: Gateway, submit: scheduler_pb2.Submit) -> None:
         request_id = RequestId(submit.request_id)
         delivered_ends = {delivered.index for delivered in submit.delivered if delivered.finish_reason}
-        owned = Owned(gateway, submit, set(range(submit.n)) - delivered_ends, self._clock())
         known = self._ownership.get(request_id)
+        owned = Owned(
+            gateway,
+            submit,
+            set(range(submit.n)) - delivered_ends,
+            self._clock(),
+            submit.is_resubmit if known is None else known.was_let_in_before,
+        )
         if known is not None and known.gateway is not gateway:
             self._refuse(owned, ErrorCode.INVALID_ARGUMENT, "another gateway has a request of this id", "request_id")
             return

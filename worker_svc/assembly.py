@@ -14,7 +14,7 @@ from kernels.formats import Format
 from protos.common_pb2 import ModelInfo
 from worker_svc.arena_plan import ArenaPlan
 from worker_svc.compute import ModelCompute
-from worker_svc.device import CPU, Gpu, choose_device, choose_dtype, find_gpus, use_device
+from worker_svc.device import CPU, Gpu, choose_device, choose_dtype, find_gpus, is_named, use_device
 from worker_svc.engine import (
     KVWish,
     StepLimits,
@@ -114,7 +114,7 @@ def _device_and_backend(wish: str, gpus: Sequence[Gpu]) -> tuple[torch.device, B
     try:
         backend = backend_for(device)
     except UnsupportedDeviceError as error:
-        if wish != "auto" or device == CPU:
+        if is_named(wish) or device == CPU:
             raise
         logger.warning("computing on the CPU, though there is a GPU: %s", error)
         return CPU, backend_for(CPU)

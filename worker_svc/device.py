@@ -43,14 +43,18 @@ def find_gpus() -> list[Gpu]:
     return [Gpu(gpu.name, (gpu.major, gpu.minor), is_amd) for gpu in properties]
 
 
+def is_named(wish: str) -> bool:
+    """Return whether `--device` names a device, rather than leave the choice between a GPU and the CPU."""
+    return not wish.startswith("auto")
+
+
 def choose_device(wish: str, gpus: Sequence[Gpu]) -> torch.device:
     """Return the device for `--device`: cpu, cuda (the first GPU), cuda:N, or auto and auto:N.
 
     Raises StartupError when a GPU is asked for that is not there, or too old. auto passes by what is too old, and
     takes the CPU where there is no GPU at all.
     """
-    is_choosy = not wish.startswith("auto")
-    if wish == "cpu" or not (is_choosy or gpus):
+    if wish == "cpu" or not (gpus or is_named(wish)):
         return CPU
     idx = int(found.group()) if (found := re.search(r"\d+$", wish)) else 0
     if not gpus:
@@ -58,10 +62,13 @@ def choose_device(wish: str, gpus: Sequence[Gpu]) -> torch.device:
         why = "" if built_for_gpus else f": torch {torch.__version__} was built without CUDA"
         raise StartupError(f"--device {wish}: this machine has no GPU that torch can use{why}")
     if idx >= len(gpus):
-        raise StartupError(f"--device {wish}: torch sees {len(gpus)} GPUs here, the last is cuda:{len(gpus) - 1}")
+        raise StartupError(
+            f"--device {wish}: torch sees {len(gpus)} GPUs here, the last is cuda:{len(gpus) - 1} (each of several "
+            "--workers takes one, unless --device names one for all)"
+        )
     if not gpus[idx].is_supported:
         why = f"{gpus[idx]} is too old, the kernels need compute capability 8.0 (Ampere) or above"
-        if is_choosy:
+        if is_named(wish):
             raise StartupError(f"--device {wish}: {why}")
         logger.warning("computing on the CPU, though there is a GPU: %s", why)
         return CPU

@@ -63,8 +63,8 @@ class WorkerSettings(ServiceSettings):
     )
     device: Device = Field(
         "auto",
-        description="where to compute: cpu, cuda (the first GPU) or cuda:N; auto and auto:N: the same where that GPU "
-        "can be used, else cpu",
+        description="where to compute: cpu, cuda (the first GPU) or cuda:N; auto and auto:N: that GPU, or cpu where "
+        "there is none, or it is too old",
     )
     num_threads: int | None = Field(
         None, ge=1, description="threads that compute on a CPU; none: one for each core this process may use"

@@ -14,7 +14,7 @@ from typing import Any
 
 from quire.eval.errors import EvalMistakeError
 
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ _NO_GROWTH = Growth()
 
 @dataclass(slots=True)
 class KVManager:
-    """Block tables over one lane's pool. It changes the sequences' tables and nothing else of them.
+    """Block tables over one lane's pool. Of a sequence it changes the table and what goes with it.
 
     Here all blocks are native; `mixed_kv` has the manager of lanes with several formats.
     """

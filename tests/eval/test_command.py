@@ -7,12 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, processors
 
 from quire.eval import __main__ as command
+from quire.eval import run
 from quire.eval.__main__ import main
 from quire.eval.files import DATA_FOLDER
 from quire.eval.loading import load_model
-from tests.eval.conftest import Tiny
+from tests.eval.conftest import Tiny, make_tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
@@ -106,12 +108,60 @@ def test_window_longer_than_the_model_is_refused(tiny: Tiny, capsys: pytest.Capt
     assert "--window-tokens: 300 tokens, and the model was made for 256" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--prompt-tokens", "500"], "--prompt-tokens 500: the text has"),
+        (["--output-tokens", "250"], "--prompt-tokens and --output-tokens: 300 tokens"),
+        (["--humaneval-tokens", "250"], "--humaneval with --humaneval-tokens: "),
+        (["--num-examples", "9"], "--items with --examples: "),
+        (["--text", "empty.txt", "--tasks", "text"], "--text: the text has 0 tokens"),
+    ],
+)
+def test_mistake_is_found_before_anything_is_measured(
+    flags: list[str],
+    words: str,
+    tiny: Tiny,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    usual = small_flags(tiny, tmp_path)
+    (tmp_path / "empty.txt").touch()
+    items = tmp_path / "items.csv"
+    items.write_text(items.read_text() * 9)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run, "measure_text", lambda *_: pytest.fail("measured"))
+    assert main([*usual, *flags]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_prompts_begin_with_what_the_tokenizer_puts_before_a_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder := tmp_path / "model").mkdir()
+    tiny = make_tiny("llama-tied", folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.post_processor = processors.TemplateProcessing(single="<unk> $0", special_tokens=[("<unk>", 0)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    asked: list[list[int]] = []
+
+    def note(_session: object, prompts: list[list[int]], _max_tokens: int) -> dict[str, object]:
+        asked.extend(prompts)
+        return {}
+
+    monkeypatch.setattr(run, "measure_generation", note)
+    assert main([*small_flags(tiny, tmp_path), "--tasks", "text generation"]) == 0
+    assert [prompt[0] for prompt in asked] == [0, 0]
+    assert [len(prompt) for prompt in asked] == [51, 51]
+
+
 def test_missing_model_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--model", "/no/such", "--tasks", "text"]) == 1
     assert capsys.readouterr().err == "quire eval: model folder not found: /no/such\n"
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"plan": 1}', '{"quire_eval": 1, "conditions": {}, "parts": [1]}'])
+@pytest.mark.parametrize("content", ["{", "[]", '{"plan": 1}', '{"quire_eval": 2, "conditions": {}, "parts": [1]}'])
 def test_file_of_another_program_is_not_overwritten(
     content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -28,7 +28,7 @@ async def metric(cell: Cell, name: str, **labels: str) -> float:
     """The value of the one sample with this name, the model's name and these labels; one of vLLM's has our name too."""
     page = (await cell.http.get("/metrics")).text
     wanted = {"model_name": MODEL_NAME} | labels
-    names = {name, name.replace("vllm:", "quire_")}
+    names = {name} if name == "vllm:gpu_cache_usage_perc" else {name, name.replace("vllm:", "quire_")}
     values = [value for found, has, value in samples(page) if found in names and has == wanted]
     assert values == values[:1] * len(names), f"{name}: {values}"
     return values[0]

@@ -57,6 +57,19 @@ def test_compiled_code_is_cached_under_a_key(tmp_path: Path) -> None:
     assert folder.is_dir()
 
 
+@pytest.mark.parametrize("name", ["formats.py", "cpu/tiles.py"])
+def test_key_changes_with_every_source_that_is_compiled_in(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpu").mkdir()
+    monkeypatch.setattr(runtime, "__file__", str(tmp_path / "cpu" / "runtime.py"))
+    (tmp_path / name).write_text("LEVELS = 127")
+    before = runtime._cache_folder()
+    assert runtime._cache_folder() == before
+    (tmp_path / name).write_text("LEVELS = 7")
+    assert runtime._cache_folder() != before
+
+
 def test_second_process_compiles_nothing(tmp_path: Path) -> None:
     code = """
 from kernels.cpu.blocks import check_entries

@@ -278,6 +278,15 @@ async def test_without_a_worker_requests_end_after_a_while(cell: LoopbackCell) -
     assert gateway.output("a").error.code == common_pb2.ERROR_CODE_UNAVAILABLE
 
 
+async def test_request_that_no_worker_ever_took_ends_though_it_is_submitted_again(cell: LoopbackCell) -> None:
+    await cell.start(replace(TIMING, awaiting_model_ms=200))
+    gateway = await cell.add_gateway()
+    await gateway.submit("a", prompt_of(1, 20), max_tokens=5)
+    await gateway.submit("a", prompt_of(1, 20), max_tokens=5, is_resubmit=True)
+    await until(lambda: gateway.output("a").has_ended)
+    assert gateway.output("a").error.code == common_pb2.ERROR_CODE_UNAVAILABLE
+
+
 async def test_what_was_let_in_before_a_restart_waits_longer_for_a_worker(cell: LoopbackCell) -> None:
     await cell.start(replace(TIMING, awaiting_model_ms=50))
     gateway = await cell.add_gateway()

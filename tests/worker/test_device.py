@@ -60,8 +60,9 @@ def test_using_the_cpu_needs_nothing() -> None:
     use_device(CPU)
 
 
+@pytest.mark.parametrize("wish", ["auto", "auto:0"])
 def test_gpu_without_kernels_is_passed_by_where_the_choice_is_ours(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    wish: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     cpu_backend = object()
 
@@ -71,7 +72,7 @@ def test_gpu_without_kernels_is_passed_by_where_the_choice_is_ours(
         return cpu_backend
 
     monkeypatch.setattr(assembly, "backend_for", backend_for)
-    assert assembly._device_and_backend("auto", [HOPPER]) == (CPU, cpu_backend)
+    assert assembly._device_and_backend(wish, [HOPPER]) == (CPU, cpu_backend)
     assert "computing on the CPU, though there is a GPU: the kernels for GPUs need" in caplog.text
     with pytest.raises(UnsupportedDeviceError):
         assembly._device_and_backend("cuda", [HOPPER])
