@@ -23,6 +23,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 4096
 MAX_STOP_TOKENS = 1024
 MAX_BIASES = 1024
+MAX_SHOWN_TOKENS = 2**20  # of a text: while millions are turned to JSON no stream gets a token
 # A logit divided by a smaller penalty may be infinite in float32; a smaller share of the probability than this is the
 # likeliest token alone.
 MIN_REPETITION_PENALTY = 0.01
@@ -292,7 +293,7 @@ class TokenizeChatRequest(_ChatPrompt):
 class DetokenizeRequest(_Body):
     """`POST /detokenize`."""
 
-    tokens: list[TokenId] = Field(fail_fast=True)
+    tokens: list[TokenId] = Field(max_length=MAX_SHOWN_TOKENS, fail_fast=True)
 
 
 _T = TypeVar("_T", bound=BaseModel)

@@ -11,6 +11,7 @@ import socket
 from collections.abc import Iterator
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gateway.answering import Gateway
 from gateway.app import create_app
@@ -20,6 +21,33 @@ logger = logging.getLogger("gateway")
 
 _BACKLOG = 2048
 _LAST_WORDS_S = 2  # that connections get to close when answers are cut
+_MAX_HEAD_BYTES = 64 * 1024  # of a request, before its body
+
+
+class BoundedHead(HttpToolsProtocol):
+    """uvicorn's protocol, which by itself reads a request line or header without end, from anybody."""
+
+    _reads_head = False
+    _num_head_bytes = 0
+
+    def data_received(self, data: bytes) -> None:
+        """Take what came. A head that has not ended after so many bytes is an error of the client's."""
+        began_before = self._reads_head
+        super().data_received(data)
+        if self._reads_head and began_before:
+            self._num_head_bytes += len(data)
+            if self._num_head_bytes > _MAX_HEAD_BYTES and not self.transport.is_closing():
+                self.send_400_response("The request's head is too long.")
+
+    def on_message_begin(self) -> None:
+        """Begin to count."""
+        super().on_message_begin()
+        self._reads_head, self._num_head_bytes = True, 0
+
+    def on_headers_complete(self) -> None:
+        """Count no more."""
+        self._reads_head = False
+        super().on_headers_complete()
 
 
 class Server(uvicorn.Server):
@@ -28,6 +56,7 @@ class Server(uvicorn.Server):
     def __init__(self, gateway: Gateway) -> None:
         config = uvicorn.Config(
             create_app(gateway),
+            http=BoundedHead,
             log_config=None,
             access_log=False,
             server_header=False,
@@ -79,10 +108,15 @@ async def serve(gateway: Gateway, listener: socket.socket) -> None:
     logger.info("ready on %s", url_of(listener))
     await stop.wait()
     logger.info("draining: running answers finish, new requests get 503")
-    patience_s = gateway.settings.gateway_drain_seconds
+    settings, clock = gateway.settings, asyncio.get_running_loop().time
+    patience_s, begin_s = settings.gateway_drain_seconds, clock()
     draining = asyncio.create_task(gateway.admission.drain(patience_s))
     await asyncio.wait((serving, draining), return_when=asyncio.FIRST_COMPLETED)
-    if draining.done() and not draining.result():
+    if draining.done() and draining.result():
+        # The last of the answers may still wait in their connections for clients that read slowly.
+        left_s = min(patience_s - (clock() - begin_s), settings.client_stall_seconds)
+        server.config.timeout_graceful_shutdown = max(_LAST_WORDS_S, int(left_s))
+    elif draining.done():
         logger.warning("answers are cut: they did not finish in %g s", patience_s)
     server.should_exit = True
     await serving

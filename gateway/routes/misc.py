@@ -9,10 +9,10 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from gateway.answering import Gateway
-from gateway.errors import UnavailableError, UnknownModelError
+from gateway.errors import InvalidRequestError, UnavailableError, UnknownModelError
 from gateway.routes.body import described_by, read_object
 from gateway.sampling import check_token_ids
-from gateway.schemas import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest, check
+from gateway.schemas import MAX_SHOWN_TOKENS, DetokenizeRequest, TokenizeChatRequest, TokenizeRequest, check
 
 
 def state_router(gateway: Gateway) -> APIRouter:
@@ -99,6 +99,10 @@ def tokenizer_router(gateway: Gateway) -> APIRouter:
             body = check(TokenizeRequest, fields)
             token_ids = await prompts.of_completion(body.prompt, body.add_special_tokens, gateway.limits)
         gateway.check_model(body.model)
+        if len(token_ids) > MAX_SHOWN_TOKENS:
+            raise InvalidRequestError(
+                f"The text has {len(token_ids)} tokens, {MAX_SHOWN_TOKENS} are the most.", "prompt"
+            )
         strings = [tokenizer.token_string(token_id) for token_id in token_ids] if body.return_token_strs else None
         max_model_len = gateway.limits.max_model_len
         counts = {"count": len(token_ids), "max_model_len": max_model_len}

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from gateway.routes import misc
+from gateway.schemas import MAX_SHOWN_TOKENS
 from protos import scheduler_pb2
 from tests.gateway.fakes import (
     MAX_MODEL_LEN,
@@ -155,6 +157,14 @@ async def test_tokenize_and_detokenize(cell: Cell) -> None:
     assert text == {"prompt": "the fox"}
     response = await cell.http.post("/detokenize", json={"tokens": [VOCAB_SIZE]})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "tokens")
+
+
+async def test_more_tokens_than_can_be_shown_are_refused(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    response = await cell.http.post("/detokenize", json={"tokens": [1] * (MAX_SHOWN_TOKENS + 1)})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "tokens")
+    monkeypatch.setattr(misc, "MAX_SHOWN_TOKENS", 2)
+    response = await cell.http.post("/tokenize", json={"prompt": "the quick fox"})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
 
 
 async def test_tokenize_takes_a_conversation(cell: Cell) -> None:

@@ -92,6 +92,56 @@ async def test_signal_drains_and_exits_with_0(model_folder: Path, number: signal
     await scheduler.stop()
 
 
+async def test_answer_that_a_slow_client_still_reads_is_not_cut_by_a_drain(model_folder: Path) -> None:
+    scheduler = FakeScheduler()
+    await scheduler.start()
+    token_ids = make_byte_level_tokenizer().encode("the quick fox").ids * 300_000
+    arguments = ["--model", str(model_folder), "--port", "0", "--scheduler", scheduler.address]
+    async with gateway_process(*arguments) as process:
+        found = re.search(r"ready on (http://127\.0\.0\.1:(\d+))", await line_with(process, "ready on"))
+        assert found is not None
+        async with httpx.AsyncClient(base_url=found.group(1), timeout=30) as http:
+            await until_ready(http)
+        with socket.socket() as slow:
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            slow.connect(("127.0.0.1", int(found.group(2))))
+            body = b'{"prompt": "hello"}'
+            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            await eventually(lambda: bool(scheduler.submits))
+            request_id, reason = scheduler.submits[0].request_id, common_pb2.FINISH_REASON_LENGTH
+            scheduler.session.run(request_id, 0, token_ids, finish_reason=reason, usage=make_usage())
+            head = await asyncio.to_thread(slow.recv, 1024)
+            process.send_signal(signal.SIGTERM)
+            await line_with(process, "draining")
+            await asyncio.sleep(3)  # longer than the last words of a drain that failed
+            answer = await asyncio.to_thread(slow.makefile("rb").read)
+        expected = re.search(rb"content-length: (\d+)", head)
+        assert expected is not None
+        assert len((head + answer).partition(b"\r\n\r\n")[2]) == int(expected.group(1)) > 3_000_000
+        async with asyncio.timeout(30):
+            assert await process.wait() == 0
+    await scheduler.stop()
+
+
+async def test_request_without_an_end_of_its_head_is_refused(model_folder: Path) -> None:
+    async with gateway_process("--model", str(model_folder), "--port", "0") as process:
+        found = re.search(r"ready on http://127\.0\.0\.1:(\d+)", await line_with(process, "ready on"))
+        assert found is not None
+        port = int(found.group(1))
+        for begin in (b"GET / HTTP/1.1\r\nX: ", b"GET /"):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(begin)
+            with contextlib.closing(writer), contextlib.suppress(ConnectionError):
+                for _ in range(200):  # beyond what connections buffer
+                    writer.write(b"a" * 65536)
+                    await writer.drain()
+                pytest.fail("it reads without end")
+        # A long body behind a short head is no long head, on a connection that goes on.
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
+            for _ in range(3):
+                assert (await http.post("/v1/completions", json={"prompt": "a" * 1_000_000})).status_code == 503
+
+
 async def test_second_signal_ends_a_stream_that_does_not(model_folder: Path) -> None:
     scheduler = FakeScheduler()
     await scheduler.start()
