@@ -116,10 +116,9 @@ def main(argv: Sequence[str]) -> int:
     except SettingsMistakeError as error:
         print(f"quire.prepare: {error}", file=sys.stderr)
         return 2
-    except StartError:
-        return 1  # the loader has said why
-    except UnreadableModelError as error:
-        print(f"quire.prepare: {error}", file=sys.stderr)
+    except (StartError, UnreadableModelError) as error:
+        if str(error):  # else the loader has said why
+            print(f"quire.prepare: {error}", file=sys.stderr)
         return 1
     except OSError as error:
         print(f"quire.prepare: cannot write {error.filename}: {error.strerror}", file=sys.stderr)

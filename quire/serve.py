@@ -23,7 +23,7 @@ from protos.credentials import Credentials
 from protos.settings import SettingsMistakeError, read_settings
 from protos.watched_files import FileMistakeError
 from quire.settings import ServeSettings, child_environ
-from quire.supervisor import Service, ServiceDiedError, Supervisor
+from quire.supervisor import Service, ServiceDiedError, Supervisor, describe_exit
 from scheduler_svc.core.precision import name_of
 from scheduler_svc.settings import SchedulerSettings
 from worker_svc.settings import WorkerSettings
@@ -61,12 +61,18 @@ class LogView:
         # Loading weights and compiling kernels take their time: until the cell is ready its worker says where it is.
         least = min(self._least, _LEVELS.index("info")) if self._starting and name.startswith("worker") else self._least
         if level >= least and line.strip():
-            print(f"{name:>9} | {line}", file=sys.stderr, flush=True)
+            _print_line(f"{name:>9} | {line}")
 
 
 def announce(line: str) -> None:
     """Print a line of the supervisor's own on standard error."""
-    print(f"quire serve: {line}", file=sys.stderr, flush=True)
+    _print_line(f"quire serve: {line}")
+
+
+def _print_line(line: str) -> None:
+    # Whoever read standard error may be gone, or its disk full: that is no reason to stop serving.
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
 
 
 def check_port(host: str, port: int) -> None:
@@ -97,8 +103,11 @@ async def find_model(model: str) -> str:
             process.terminate()
         await process.wait()
         raise
-    if process.returncode != 0:
-        raise StartError("")
+    assert process.returncode is not None, "it has ended"
+    if process.returncode < 0:
+        raise StartError(f"finding the model {model} was cut short ({describe_exit(process.returncode)})")
+    if process.returncode > 0:
+        raise StartError("")  # the loader has said why
     return output.decode().strip()
 
 

@@ -14,6 +14,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from typing import BinaryIO
 
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 30.0
@@ -65,8 +66,9 @@ class Service:
         return None if self._process is None else self._process.pid
 
     async def start(self) -> None:
-        """Start the process; the one before it must have ended."""
+        """Start the process; the one before it must have ended. Raises OSError where the machine makes none."""
         read_end, write_end = os.pipe()
+        reading = os.fdopen(read_end, "rb")
         try:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -79,9 +81,12 @@ class Service:
                 process_group=0,
                 preexec_fn=_die_with_parent,
             )
+        except OSError:
+            reading.close()
+            raise
         finally:
             os.close(write_end)
-        self._lines = asyncio.create_task(self._show_lines(read_end))
+        self._lines = asyncio.create_task(self._show_lines(reading))
 
     async def address(self) -> str:
         """Wait for the service's first ready line and return the address in it."""
@@ -116,11 +121,11 @@ class Service:
         self.send_signal(signal.SIGKILL)
         await self.wait()
 
-    async def _show_lines(self, read_end: int) -> None:
-        """Hand on the process's lines until no process holds the other end of the pipe. Closes `read_end`."""
+    async def _show_lines(self, reading: BinaryIO) -> None:
+        """Hand on the process's lines until no process holds the other end of the pipe. Closes `reading`."""
         reader = asyncio.StreamReader(limit=LONGEST_LINE_BYTES)
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_end, "rb")
+            lambda: asyncio.StreamReaderProtocol(reader), reading
         )
         with contextlib.closing(transport):
             while line := await _read_line(reader):
@@ -183,7 +188,10 @@ class Supervisor:
             )
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
-            await service.start()
+            try:
+                await service.start()
+            except OSError as error:  # of the machine, which may pass; the dead process is still the last
+                self._announce(f"the {service.name} cannot be started: {error}")
 
     async def stop(self, grace_s_by_name: Mapping[str, float]) -> None:
         """Stop services one after another, in the mapping's order; names that were never started are passed over.

@@ -112,6 +112,24 @@ async def test_killed_service_is_started_again(
         await keeper
 
 
+async def test_service_that_the_machine_cannot_start_is_tried_again(
+    supervisor: Supervisor, shown: Shown, add_service: AddService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "FIRST_BACKOFF_S", 0.01)
+    service = await supervisor.start("worker", *add_service("sleeper", SLEEPER))
+    supervisor.expect_to_live()
+    keeper = asyncio.create_task(supervisor.keep(service))
+    await shown.wait_for("ready on")
+    with monkeypatch.context() as broken:
+        broken.setattr(sys, "executable", "/no/such/python")
+        os.kill(pid_of(service), signal.SIGKILL)
+        await shown.wait_for("the worker cannot be started: [Errno 2]", count=2)
+    await shown.wait_for("ready on", count=2)
+    keeper.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await keeper
+
+
 async def test_stop_kills_what_ignores_sigterm(supervisor: Supervisor, shown: Shown, add_service: AddService) -> None:
     service = await supervisor.start("worker", *add_service("stubborn", STUBBORN))
     await shown.wait_for("ready on")

@@ -1,9 +1,11 @@
 """`quire serve` from the outside: mistakes are one clear line and leave nothing running."""
 
+import asyncio
 import re
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -12,7 +14,7 @@ from openai import AuthenticationError, OpenAI
 from pydantic_settings import CLI_SUPPRESS
 
 from bench.cell import ROOT, Cell
-from quire.serve import device_of_worker, local_url
+from quire.serve import LogView, StartError, announce, device_of_worker, find_model, local_url
 from quire.settings import ServeSettings
 from tests.certificates import Authority
 from tests.e2e.test_load import load
@@ -77,6 +79,24 @@ def test_each_worker_has_a_gpu_of_its_own(device: str, num_workers: int, devices
 def test_missing_model_folder_is_named(tmp_path: Path) -> None:
     missing = str(tmp_path / "no-such-model")
     assert_one_line(serve("--port", "0", "--model", missing), 1, missing)
+
+
+def test_loader_that_is_killed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    killed = tmp_path / "python"
+    killed.write_text("#!/bin/sh\nkill -9 $$\n")
+    killed.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(killed))
+    with pytest.raises(StartError, match=r"finding the model big\.gguf was cut short \(killed by SIGKILL\)"):
+        asyncio.run(find_model("big.gguf"))
+
+
+def test_standard_error_that_takes_nothing_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = open("/dev/full", "w")  # noqa: SIM115  # closing it fails too
+    monkeypatch.setattr(sys, "stderr", full)
+    announce("the worker died")
+    LogView("info").show_line("worker", "ERROR it died")
+    with suppress(OSError):
+        full.close()
 
 
 def test_too_little_memory_names_what_is_needed() -> None:
