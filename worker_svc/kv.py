@@ -16,6 +16,11 @@ DEFAULT_CPU_BYTES = 1024**3
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
+# Of version 2 and version 1: the limit, what is used, and of what kind that is.
+_CGROUP_FILES = (
+    ("memory.max", "memory.current", "memory.stat"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
+)
 
 
 def cpu_budget(asked_bytes: int | None, reserve_bytes: int) -> int:
@@ -52,9 +57,10 @@ def free_host_bytes() -> int:
     """Return the main memory that this process may still take: of the machine, or of its container if that is less."""
     lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
     free = int(lines["MemAvailable"].split()[0]) * 1024
-    limit, used = _CGROUP / "memory.max", _CGROUP / "memory.current"
-    if limit.exists() and (text := limit.read_text().strip()) != "max":
-        # Pages of files count as used, and are given back when memory runs short.
-        stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-        free = min(free, int(text) - int(used.read_text()) + int(stat["inactive_file"]) + int(stat["active_file"]))
+    for names in _CGROUP_FILES:
+        limit, used, kinds = (_CGROUP / name for name in names)
+        if limit.exists() and (text := limit.read_text().strip()) != "max":
+            # Pages of files count as used, and are given back when memory runs short.
+            stat = dict(line.split() for line in kinds.read_text().splitlines())
+            free = min(free, int(text) - int(used.read_text()) + int(stat["inactive_file"]) + int(stat["active_file"]))
     return free

@@ -1,6 +1,7 @@
 """How much memory the arena gets, and how it is cut."""
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -76,6 +77,19 @@ def test_default_shrinks_to_half_of_what_is_free(
 
 def test_free_memory_of_this_machine_is_a_number_of_bytes() -> None:
     assert 1024**2 < kv.free_host_bytes() < 1024**5
+
+
+@pytest.mark.parametrize("names", kv._CGROUP_FILES, ids=["version 2", "version 1"])
+@pytest.mark.parametrize(("limit", "free"), [("1000000", 1_000_000 - 400_000 + 30_000 + 7_000), (str(2**62), None)])
+def test_container_s_limit_counts_without_its_pages_of_files(
+    names: tuple[str, str, str], limit: str, free: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contents = (limit, "400000", "cache 5\ninactive_file 30000\nactive_file 7000")
+    for name, text in zip(names, contents, strict=True):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    monkeypatch.setattr(kv, "_CGROUP", tmp_path)
+    assert kv.free_host_bytes() == free if free is not None else 1024**2 < kv.free_host_bytes() < 2**60
 
 
 def test_weights_that_do_not_fit_are_refused(free_bytes: int) -> None:
