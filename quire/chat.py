@@ -63,9 +63,9 @@ def _open(settings: ChatSettings, path: str, body: dict[str, Any] | None = None)
 
 
 def _lines(response: Any) -> Iterator[bytes]:
-    """Yield the lines of a response as they come, until it ends or breaks off."""
+    """Yield the whole lines of a response as they come, until it ends or breaks off."""
     with contextlib.suppress(*_LOST):
-        yield from response
+        yield from (line for line in response if line.endswith(b"\n"))
 
 
 def first_model(settings: ChatSettings) -> str:

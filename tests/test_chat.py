@@ -10,7 +10,7 @@ import pytest
 from protos.settings import read_settings
 from quire.chat import ChatError, ChatSettings, answer
 
-EVENT = b'data: {"choices": [{"delta": {"content": "Once"}}]}\n\n'
+EVENT = b'data: {"choices": [{"delta": {"content": "Once"}}]}\n\ndata: {"cho'
 BEGUN = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n" % (len(EVENT), EVENT)
 
 

@@ -94,40 +94,38 @@ async def test_failed_first_start_is_an_error_that_names_the_service(
     assert shown.lines == ["worker: ERROR no such folder: /nowhere"]
 
 
-async def test_killed_service_is_started_again(
+@pytest.fixture
+async def kept(
     supervisor: Supervisor, shown: Shown, add_service: AddService, monkeypatch: pytest.MonkeyPatch
-) -> None:
+) -> AsyncIterator[Service]:
+    """A service that is ready, and started again at once when it dies."""
     monkeypatch.setattr(supervisor_module, "FIRST_BACKOFF_S", 0.01)
     service = await supervisor.start("worker", *add_service("sleeper", SLEEPER))
     supervisor.expect_to_live()
     keeper = asyncio.create_task(supervisor.keep(service))
     await shown.wait_for("ready on")
-    first_pid = pid_of(service)
+    yield service
+    keeper.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await keeper
+
+
+async def test_killed_service_is_started_again(kept: Service, shown: Shown) -> None:
+    first_pid = pid_of(kept)
     os.kill(first_pid, signal.SIGKILL)
     await shown.wait_for("ready on", count=2)
     assert "quire: the worker died (killed by SIGKILL); starting it again in 0.01 s" in shown.lines
-    assert pid_of(service) != first_pid
-    keeper.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await keeper
+    assert pid_of(kept) != first_pid
 
 
 async def test_service_that_the_machine_cannot_start_is_tried_again(
-    supervisor: Supervisor, shown: Shown, add_service: AddService, monkeypatch: pytest.MonkeyPatch
+    kept: Service, shown: Shown, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor_module, "FIRST_BACKOFF_S", 0.01)
-    service = await supervisor.start("worker", *add_service("sleeper", SLEEPER))
-    supervisor.expect_to_live()
-    keeper = asyncio.create_task(supervisor.keep(service))
-    await shown.wait_for("ready on")
     with monkeypatch.context() as broken:
         broken.setattr(sys, "executable", "/no/such/python")
-        os.kill(pid_of(service), signal.SIGKILL)
+        os.kill(pid_of(kept), signal.SIGKILL)
         await shown.wait_for("the worker cannot be started: [Errno 2]", count=2)
     await shown.wait_for("ready on", count=2)
-    keeper.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await keeper
 
 
 async def test_stop_kills_what_ignores_sigterm(supervisor: Supervisor, shown: Shown, add_service: AddService) -> None:

@@ -100,9 +100,8 @@ def tokenizer_router(gateway: Gateway) -> APIRouter:
             token_ids = await prompts.of_completion(body.prompt, body.add_special_tokens, gateway.limits)
         gateway.check_model(body.model)
         if len(token_ids) > MAX_SHOWN_TOKENS:
-            raise InvalidRequestError(
-                f"The text has {len(token_ids)} tokens, {MAX_SHOWN_TOKENS} are the most.", "prompt"
-            )
+            param = "messages" if "messages" in fields else "prompt"
+            raise InvalidRequestError(f"The text has {len(token_ids)} tokens, {MAX_SHOWN_TOKENS} are the most.", param)
         strings = [tokenizer.token_string(token_id) for token_id in token_ids] if body.return_token_strs else None
         max_model_len = gateway.limits.max_model_len
         counts = {"count": len(token_ids), "max_model_len": max_model_len}

@@ -163,8 +163,9 @@ async def test_more_tokens_than_can_be_shown_are_refused(cell: Cell, monkeypatch
     response = await cell.http.post("/detokenize", json={"tokens": [1] * (MAX_SHOWN_TOKENS + 1)})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "tokens")
     monkeypatch.setattr(misc, "MAX_SHOWN_TOKENS", 2)
-    response = await cell.http.post("/tokenize", json={"prompt": "the quick fox"})
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
+    for param, text in (("prompt", "the quick fox"), ("messages", [{"role": "user", "content": "hi"}])):
+        response = await cell.http.post("/tokenize", json={param: text})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
 async def test_tokenize_takes_a_conversation(cell: Cell) -> None:

@@ -29,6 +29,21 @@ async def gateway_process(*arguments: str) -> AsyncIterator[Process]:
             await process.wait()
 
 
+@contextlib.asynccontextmanager
+async def serving_gateway(model_folder: Path) -> AsyncIterator[tuple[Process, str, FakeScheduler]]:
+    """A gateway that serves, its URL, and its scheduler."""
+    scheduler = FakeScheduler()
+    await scheduler.start()
+    arguments = ["--model", str(model_folder), "--port", "0", "--scheduler", scheduler.address]
+    async with gateway_process(*arguments) as process:
+        found = re.search(r"ready on (http://\S+)", await line_with(process, "ready on"))
+        assert found is not None
+        async with httpx.AsyncClient(base_url=found.group(1), timeout=30) as http:
+            await until_ready(http)
+        yield process, found.group(1), scheduler
+    await scheduler.stop()
+
+
 async def line_with(process: Process, words: str) -> str:
     """The next line of the log that has these words."""
     assert process.stderr is not None
@@ -66,15 +81,9 @@ def test_mistakes_at_the_start_are_one_line(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_signal_drains_and_exits_with_0(model_folder: Path, number: signal.Signals) -> None:
-    scheduler = FakeScheduler()
-    await scheduler.start()
     token_ids = make_byte_level_tokenizer().encode("the quick fox").ids
-    arguments = ["--model", str(model_folder), "--port", "0", "--scheduler", scheduler.address]
-    async with gateway_process(*arguments) as process:
-        found = re.search(r"ready on (http://127\.0\.0\.1:\d+)", await line_with(process, "ready on"))
-        assert found is not None
-        async with httpx.AsyncClient(base_url=found.group(1), timeout=30) as http:
-            await until_ready(http)
+    async with serving_gateway(model_folder) as (process, url, scheduler):
+        async with httpx.AsyncClient(base_url=url, timeout=30) as http:
             streaming = asyncio.create_task(http.post("/v1/completions", json={"prompt": "hello", "stream": True}))
             await eventually(lambda: bool(scheduler.submits))
             request_id = scheduler.submits[0].request_id
@@ -89,22 +98,14 @@ async def test_signal_drains_and_exits_with_0(model_folder: Path, number: signal
             assert (await streaming).text.endswith("data: [DONE]\n\n")
         async with asyncio.timeout(30):
             assert await process.wait() == 0
-    await scheduler.stop()
 
 
 async def test_answer_that_a_slow_client_still_reads_is_not_cut_by_a_drain(model_folder: Path) -> None:
-    scheduler = FakeScheduler()
-    await scheduler.start()
     token_ids = make_byte_level_tokenizer().encode("the quick fox").ids * 300_000
-    arguments = ["--model", str(model_folder), "--port", "0", "--scheduler", scheduler.address]
-    async with gateway_process(*arguments) as process:
-        found = re.search(r"ready on (http://127\.0\.0\.1:(\d+))", await line_with(process, "ready on"))
-        assert found is not None
-        async with httpx.AsyncClient(base_url=found.group(1), timeout=30) as http:
-            await until_ready(http)
+    async with serving_gateway(model_folder) as (process, url, scheduler):
         with socket.socket() as slow:
             slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            slow.connect(("127.0.0.1", int(found.group(2))))
+            slow.connect(("127.0.0.1", int(url.rpartition(":")[2])))
             body = b'{"prompt": "hello"}'
             slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
             await eventually(lambda: bool(scheduler.submits))
@@ -120,7 +121,6 @@ async def test_answer_that_a_slow_client_still_reads_is_not_cut_by_a_drain(model
         assert len((head + answer).partition(b"\r\n\r\n")[2]) == int(expected.group(1)) > 3_000_000
         async with asyncio.timeout(30):
             assert await process.wait() == 0
-    await scheduler.stop()
 
 
 async def test_request_without_an_end_of_its_head_is_refused(model_folder: Path) -> None:
@@ -143,20 +143,15 @@ async def test_request_without_an_end_of_its_head_is_refused(model_folder: Path)
 
 
 async def test_second_signal_ends_a_stream_that_does_not(model_folder: Path) -> None:
-    scheduler = FakeScheduler()
-    await scheduler.start()
-    arguments = ["--model", str(model_folder), "--port", "0", "--scheduler", scheduler.address]
-    async with gateway_process(*arguments) as process:
-        found = re.search(r"ready on (http://\S+)", await line_with(process, "ready on"))
-        assert found is not None
-        async with httpx.AsyncClient(base_url=found.group(1), timeout=30) as http:
-            await until_ready(http)
-            waiting = asyncio.create_task(http.post("/v1/completions", json={"prompt": "hello"}))
-            await eventually(lambda: bool(scheduler.submits))
-            process.send_signal(signal.SIGTERM)
-            await line_with(process, "draining")
-            process.send_signal(signal.SIGTERM)
-            async with asyncio.timeout(30):
-                assert await process.wait() == 0
-            await asyncio.gather(waiting, return_exceptions=True)
-    await scheduler.stop()
+    async with (
+        serving_gateway(model_folder) as (process, url, scheduler),
+        httpx.AsyncClient(base_url=url, timeout=30) as http,
+    ):
+        waiting = asyncio.create_task(http.post("/v1/completions", json={"prompt": "hello"}))
+        await eventually(lambda: bool(scheduler.submits))
+        process.send_signal(signal.SIGTERM)
+        await line_with(process, "draining")
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(30):
+            assert await process.wait() == 0
+        await asyncio.gather(waiting, return_exceptions=True)
